@@ -1,0 +1,245 @@
+"""The operator: checks a call, chooses backend and config, runs it; plus what a caller needs around it."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from inkling_pallas.call import BatchPlan, check_call
+from inkling_pallas.contents import check_batch_contents
+from inkling_pallas.dispatch import Choice, load_backend, warn_on_fallback
+from inkling_pallas.errors import refuse
+from inkling_pallas.problem import Lengths, Operands, Problem, Sequences, safe_sequences
+from inkling_pallas.splits import default_device, device_capability
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a call would do. `print` it."""
+
+    backend: str
+    config: Any
+    device: str
+    capability: tuple[int, int] | None
+    passed_over: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"backend {self.backend!r} with {self.config} on {self.device}"]
+        lines += [f"not {name!r}: {reason}" for name, reason in self.passed_over.items()]
+        if self.capability is None and not self.passed_over:
+            lines.append("no faster one: kernels need an NVIDIA GPU, and the default device is none.")
+        return "\n".join(lines)
+
+
+class _Static(NamedTuple):
+    """The static part of the jit key."""
+
+    problem: Problem
+    backend: str
+    config: Any
+    interpret: bool
+
+
+def inkling_rel_attention(
+    q: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    *,
+    block_table: jax.Array,
+    cache_seqlens: jax.Array,
+    cu_seqlens_q: jax.Array,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    rel_extent: int,
+    rel_logits: jax.Array,
+    kv_offset: jax.Array | None = None,
+    total_seqlens: jax.Array | None = None,
+    plan: BatchPlan | None = None,
+    num_splits: int | None = None,
+    out: jax.Array | None = None,
+    out_dtype: Any = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    config: Any = None,
+    interpret: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns paged, variable-length attention with Inkling's learned relative bias.
+
+    For packed row t = cu_seqlens_q[b] + i of sequence b, head h and key j of its block table::
+
+        dist   = (total_seqlens[b] - q_len + i) - (kv_offset[b] + j)
+        bias   = rel_logits[t, h, dist] if 0 <= dist < rel_extent else 0
+        logit  = softmax_scale * dot(q[t, h], k[j, h // group]) + bias
+        masked : dist < 0 if causal; dist > left or -dist > right
+        out    = softmax_j(logit) @ v
+
+    Args:
+      q: bf16, f16 or f32 [num_tokens, num_heads, head_dim]; rows of all sequences packed.
+      key_cache: [num_blocks, block_size, num_kv_heads, head_dim] in the dtype of q.
+      value_cache: like key_cache.
+      block_table: int32[batch, max_blocks]; page ids. Entries past the live pages are never used.
+      cache_seqlens: int32[batch]; keys in the table, those of the q rows included.
+      cu_seqlens_q: int32[batch + 1]; row offsets. Rows past its last entry are padding: they give 0 and -inf.
+      max_seqlen_q: static; at least the longest q_len. Rounded up to a power of two inside; rows past that are 0.
+      softmax_scale: static; Inkling uses 1 / head_dim. It does not multiply the bias.
+      causal: static; hide keys after the query.
+      window_size: static (left, right) in keys, -1 for unlimited. A left window keeps dist = left.
+      rel_extent: static; distances that have a bias.
+      rel_logits: [num_tokens, num_heads, rel_extent] in the dtype of q.
+      kv_offset: int32[batch]; position of the first key of the table, for a part of a sequence. Default 0.
+      total_seqlens: int32[batch]; length of the whole sequence. Default kv_offset + cache_seqlens.
+      plan: from `plan_batch`, shared by the layers of a kind; its lengths are then the ones used.
+      num_splits: static upper bound of the parts a sequence's keys are split into; None chooses.
+      out: an array like the result; the result uses its buffer when it is donated under jax.jit.
+      out_dtype: dtype of the result; default that of q.
+      return_lse: also return the log-sum-exp.
+      backend: "auto" takes the fastest that can, by the default device; or a name.
+      config: a Config of the backend; None chooses.
+      interpret: run a kernel in the Pallas GPU interpreter; portable has no kernel and refuses.
+
+    Returns:
+      [num_tokens, num_heads, head_dim], and with return_lse natural-log float32[num_tokens, num_heads]. Rows without a
+      key: 0 and -inf.
+
+    Raises:
+      ValueError: at trace time, for a wrong shape, dtype or static argument. Contents are made safe, not checked: see
+        `check_batch`.
+      NotImplementedError: where no (or not the named) backend takes the call, and when differentiated.
+
+    Numerics:
+      float32 scores, softmax and accumulation; weights are rounded to the dtype of the cache before they meet the
+      values.
+
+    Example:
+      >>> import jax.numpy as jnp, inkling_pallas as ip
+      >>> pages = jnp.ones((4, 16, 1, 64), jnp.bfloat16)
+      >>> ip.inkling_rel_attention(
+      ...     jnp.ones((3, 2, 64), jnp.bfloat16), pages, pages,
+      ...     block_table=jnp.array([[2, 0], [3, 1]], jnp.int32), cache_seqlens=jnp.array([20, 7], jnp.int32),
+      ...     cu_seqlens_q=jnp.array([0, 2, 3], jnp.int32), max_seqlen_q=2, softmax_scale=1 / 64, causal=True,
+      ...     window_size=(-1, -1), rel_extent=8, rel_logits=jnp.zeros((3, 2, 8), jnp.bfloat16)).shape
+      (3, 2, 64)
+    """
+    call = check_call(locals())
+    if rel_logits is None:
+        raise refuse(
+            "rel_logits", "be an array", "None", "It is [num_tokens, num_heads, rel_extent]; see relative_logits()."
+        )
+    warn_on_fallback(call.choice)
+    static = _Static(call.problem, call.choice.backend, call.choice.config, call.interpret)
+    result, lse = _jitted_operator(static, call.operands, call.lengths, call.plan)
+    return (result, lse) if return_lse else result
+
+
+def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> BatchPlan:
+    """Returns what the layers of one kind can share in a step: lengths made safe and the list of work.
+
+    Make one plan for each kind of layer (heads, window and extent differ) and pass it as `plan`, also inside `lax.scan`
+    over layers.
+
+    Args:
+      q: as in `inkling_rel_attention`; only its shape and dtype count, so a jax.ShapeDtypeStruct will do.
+      key_cache: likewise.
+      value_cache: likewise.
+      **arguments: the other arguments of `inkling_rel_attention`. `softmax_scale` and `rel_logits` may be left out.
+
+    Returns:
+      A pytree; its static part is checked against each call.
+
+    Raises:
+      ValueError, NotImplementedError: as `inkling_rel_attention` would.
+    """
+    call = check_call(_bound(q, key_cache, value_cache, {"softmax_scale": 1.0, "rel_logits": None, **arguments}))
+    sequences, work = _jitted_plan(call.problem, call.choice, call.lengths)
+    return BatchPlan(
+        sequences=sequences, work=work, problem=call.problem, backend=call.choice.backend, config=call.choice.config
+    )
+
+
+def check_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> None:
+    """Checks on the host everything about a call, contents included.
+
+    Args:
+      q: as in `inkling_rel_attention`, as are the others; arrays must be concrete.
+      key_cache: its cache of keys.
+      value_cache: its cache of values.
+      **arguments: its other arguments.
+
+    Raises:
+      ValueError: naming the array, the index, the value and the rule. `inkling_rel_attention` itself cannot see
+        contents; it only makes them safe.
+    """
+    bound = _bound(q, key_cache, value_cache, arguments)
+    call = check_call(bound)
+    check_batch_contents(call.problem, call.operands.block_table, call.lengths, bound["max_seqlen_q"])
+
+
+def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Explanation:
+    """Returns which backend and config a call would take, and why not a faster one.
+
+    Args:
+      q: as in `inkling_rel_attention`, as are the others; arrays may be jax.ShapeDtypeStruct.
+      key_cache: its cache of keys.
+      value_cache: its cache of values.
+      **arguments: its other arguments.
+    """
+    call = check_call(_bound(q, key_cache, value_cache, arguments))
+    return Explanation(
+        backend=call.choice.backend,
+        config=call.choice.config,
+        device=default_device().device_kind,
+        capability=device_capability(),
+        passed_over=dict(call.choice.passed_over),
+    )
+
+
+def _bound(q: Any, key_cache: Any, value_cache: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of a call with the defaults filled in; a wrong name is a TypeError."""
+    bound = inspect.signature(inkling_rel_attention).bind(q, key_cache, value_cache, **arguments)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _jitted_plan(problem: Problem, choice: Choice, lengths: Lengths) -> tuple[Sequences, Any]:
+    """Returns (sequences, work): what depends on lengths alone."""
+    with jax.named_scope("inkling_plan_batch"):
+        sequences = safe_sequences(problem, lengths)
+        return sequences, () if problem.is_empty else load_backend(choice.backend).plan(
+            problem, choice.config, sequences
+        )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _operator(
+    static: _Static, operands: Operands, lengths: Lengths, plan: BatchPlan | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Runs the chosen backend."""
+    problem, backend, config, interpret = static
+    if problem.is_empty:
+        rows = (problem.num_tokens, problem.num_heads)
+        lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
+        return jnp.zeros((*rows, problem.head_dim), problem.out_dtype), lse
+    if plan is None:
+        sequences, work = _jitted_plan(problem, Choice(backend=backend, config=config), lengths)
+    else:
+        sequences, work = plan.sequences, plan.work
+    with jax.named_scope(f"inkling_rel_attention_{backend}"):
+        return load_backend(backend).attend(problem, config, operands, sequences, work, interpret)
+
+
+@_operator.defjvp
+def _refuse_derivative(static: _Static, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "inkling_rel_attention has no derivative: it is an inference operator over a cache. "
+        "Keep it out of jax.grad, jax.jvp and jax.linearize, or put jax.lax.stop_gradient around its inputs."
+    )
+
+
+_jitted_operator = jax.jit(_operator, static_argnums=(0,))

@@ -1,0 +1,92 @@
+"""A call of the operator, checked: its arguments judged, its backend chosen, its plan compared with what it is for."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from inkling_pallas.dispatch import Choice, choose
+from inkling_pallas.errors import refuse, static_bool
+from inkling_pallas.problem import Lengths, Operands, Problem, Sequences, make_problem
+from inkling_pallas.splits import bucket_max_seqlen_q
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sequences", "work"], meta_fields=["problem", "backend", "config"]
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """What the layers of one kind share in a step, a pytree; made by `plan_batch`, opaque to the caller."""
+
+    sequences: Sequences
+    work: Any
+    problem: Problem
+    backend: str
+    config: Any
+
+
+class Call(NamedTuple):
+    """A checked call."""
+
+    problem: Problem
+    choice: Choice
+    operands: Operands
+    lengths: Lengths
+    plan: BatchPlan | None
+    interpret: bool
+
+
+def check_call(arguments: Mapping[str, Any]) -> Call:
+    """Checks the arguments of a call and chooses its backend."""
+    given = {name: _as_array(arguments[name]) for name in (*Operands._fields, *Lengths._fields)}
+    operands = Operands(*(given[name] for name in Operands._fields))
+    lengths = Lengths(*(given[name] for name in Lengths._fields))
+    static_names = (
+        "max_seqlen_q",
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "rel_extent",
+        "num_splits",
+        "out_dtype",
+        "return_lse",
+    )
+    problem = make_problem(
+        operands, lengths, bucket=bucket_max_seqlen_q, **{name: arguments[name] for name in static_names}
+    )
+    plan, backend, config = arguments["plan"], arguments["backend"], arguments["config"]
+    if plan is not None:
+        _require_fitting_plan(plan, problem, backend, config)
+        backend, config = plan.backend, plan.config
+    return Call(
+        problem,
+        choose(problem, backend, config),
+        operands,
+        lengths,
+        plan,
+        static_bool("interpret", arguments["interpret"]),
+    )
+
+
+def _as_array(value: Any) -> Any:
+    """Makes a jax.Array of a NumPy array, so that both hit the same compiled function."""
+    return jnp.asarray(value) if type(value).__module__ == "numpy" else value
+
+
+def _require_fitting_plan(plan: BatchPlan, problem: Problem, backend: str, config: Any) -> None:
+    """Raises ValueError where a plan was made for another kind of call."""
+    advice = "Make one plan_batch per kind of layer."
+    if not isinstance(plan, BatchPlan):
+        raise refuse("plan", "be a BatchPlan or None", type(plan).__name__, advice)
+    free = ("softmax_scale", "out_dtype", "return_lse")
+    for field in dataclasses.fields(Problem):
+        made, wanted = getattr(plan.problem, field.name), getattr(problem, field.name)
+        if made != wanted and field.name not in free:
+            raise refuse("plan", f"be made for {field.name} = {wanted}", made, advice)
+    if backend not in ("auto", plan.backend):
+        raise refuse("plan", f"be made for backend {backend!r}", repr(plan.backend), advice)
+    if config not in (None, plan.config):
+        raise refuse("plan", f"be made for config {config}", plan.config, advice)

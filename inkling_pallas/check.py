@@ -1,0 +1,119 @@
+"""Judges a backend on cases: its error against the oracle, its margin, and the same sequences alone."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from inkling_pallas.attention import inkling_rel_attention
+from inkling_pallas.cases import Case, build, part_of, sequence_alone
+from inkling_pallas.reference import reference_rel_attention
+from inkling_pallas.relative import merge_partials
+from inkling_pallas.testing import baseline_rel_attention, error_limit, lse_errors, row_errors
+
+# A check that a dropped bias would pass by less than this many limits is repeated with a spike in the bias.
+MIN_MARGIN = 5.0
+# Sequences of a batch that are run alone, at most; the first of each q_len come first.
+_MAX_ALONE = 8
+Operator = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a case showed."""
+
+    case: Case
+    row_error: float  # worst row
+    limit: float
+    margin: float  # error of the oracle with the bias dropped, over the limit
+    lse_error: float  # over its limit
+    alone_error: float  # worst row of a sequence run by itself
+    failure: str = ""
+
+    @property
+    def red(self) -> bool:
+        """True if the case failed."""
+        return bool(self.failure)
+
+
+def judge(case: Case, operator: Operator = inkling_rel_attention, **how: Any) -> Verdict:
+    """Returns the verdict on a case.
+
+    Args:
+      case: what to run.
+      operator: takes a call and returns (out, lse); `inkling_rel_attention` or a broken variant of it.
+      **how: more arguments for it, such as backend, config or interpret.
+    """
+    verdict = _judge(case, operator, how)
+    probe = _spike_probe(case)
+    if verdict.red or verdict.margin >= MIN_MARGIN or probe is None:
+        return verdict
+    spiked = _judge(probe, operator, how)
+    failure = f"with a spike at distance {probe.spike}: {spiked.failure}" if spiked.red else ""
+    return dataclasses.replace(verdict, margin=max(verdict.margin, spiked.margin), failure=failure)
+
+
+def _spike_probe(case: Case) -> Case | None:
+    """Returns the case with a spike at a distance some row sees among other keys, or None where no row sees two."""
+    seen = [kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True) if q_len and kv_len > 1]
+    if case.spike is not None or not seen:
+        return None
+    left = case.window_size[0]
+    furthest = min(max(seen) - 1, case.rel_extent - 1, max(seen) if left == -1 else left)
+    return dataclasses.replace(case, spike=furthest)
+
+
+def _judge(case: Case, operator: Operator, how: dict[str, Any]) -> Verdict:
+    call = build(case)
+    expected, expected_lse = reference_rel_attention(**call, return_lse=True)
+    limit = error_limit(row_errors(baseline_rel_attention(**call), expected), case.dtype)
+    no_bias = reference_rel_attention(**dict(call, rel_logits=np.zeros_like(call["rel_logits"])))
+    out, lse = _run(case, call, operator, how)
+    row_error = _worst(row_errors(out, expected))
+    lse_error = _worst(lse_errors(lse, expected_lse, case.dtype))
+    alone_error = 0.0 if case.parts > 1 else _alone_error(call, expected, operator, how)
+    failures = {
+        f"row error {row_error:.3g} over the limit {limit:.3g}": row_error > limit,
+        f"LSE error {lse_error:.3g} times its limit": lse_error > 1,
+        f"a sequence alone has row error {alone_error:.3g} over the limit {limit:.3g}": alone_error > limit,
+    }
+    return Verdict(
+        case=case,
+        row_error=row_error,
+        limit=limit,
+        margin=_worst(row_errors(no_bias, expected)) / limit,
+        lse_error=lse_error,
+        alone_error=alone_error,
+        failure="; ".join(text for text, failed in failures.items() if failed),
+    )
+
+
+def _worst(errors: np.ndarray) -> float:
+    return float(np.max(errors, initial=0.0))
+
+
+def _run(case: Case, call: dict[str, Any], operator: Operator, how: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (out, lse) of the case, merged from its parts."""
+    parts = (
+        [call | {"return_lse": True}]
+        if case.parts == 1
+        else [part_of(call, part, case.parts) for part in range(case.parts)]
+    )
+    results = [operator(**part, **how) for part in parts]
+    out, lse = results[0] if len(results) == 1 else merge_partials(*zip(*results, strict=True))
+    return jax.device_get((out, lse))
+
+
+def _alone_error(call: dict[str, Any], expected: np.ndarray, operator: Operator, how: dict[str, Any]) -> float:
+    """Returns the worst row error of the batch's sequences, each run by itself."""
+    offsets = call["cu_seqlens_q"]
+    q_lens = np.diff(offsets)
+    firsts = list(dict.fromkeys(int(np.flatnonzero(q_lens == n)[0]) for n in q_lens if n))
+    others = [int(b) for b in np.flatnonzero(q_lens) if b not in firsts]
+    worst = 0.0
+    for b in (firsts + others)[:_MAX_ALONE]:
+        out = operator(**sequence_alone(call, b), return_lse=True, **how)[0]
+        worst = max(worst, _worst(row_errors(jax.device_get(out), expected[offsets[b] : offsets[b + 1]])))
+    return worst

@@ -1,0 +1,89 @@
+"""Which backend and config a call takes, and why not a faster one."""
+
+import dataclasses
+import functools
+import importlib
+import warnings
+from types import ModuleType
+from typing import Any
+
+from inkling_pallas.errors import refuse
+from inkling_pallas.problem import Problem
+from inkling_pallas.splits import default_device, device_capability
+
+BACKENDS = ("portable",)
+# Fastest first, by the major compute capability of the default device; any other device takes portable.
+_KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {}
+
+
+class PortableFallbackWarning(UserWarning):
+    """A GPU call takes the portable backend; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A backend, its config, and the faster backends that were passed over, each with the reason."""
+
+    backend: str
+    config: Any
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+def load_backend(name: str) -> ModuleType:
+    """Returns the module of a backend; kernels are imported when first used, so that a CPU user never loads Mosaic."""
+    return importlib.import_module(f"inkling_pallas.kernels.{name}")
+
+
+def choose(problem: Problem, backend: str, config: Any) -> Choice:
+    """Returns the backend and config for a problem.
+
+    Raises:
+      ValueError: for an unknown backend, or a config that is not of the chosen backend.
+      NotImplementedError: where the named backend, or each one for "auto", lacks this problem.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise refuse(
+            "backend",
+            f"be 'auto' or one of {', '.join(map(repr, BACKENDS))}",
+            repr(backend),
+            "'auto' takes the fastest that can.",
+        )
+    passed_over = []
+    for name in _candidates(backend):
+        module = load_backend(name)
+        reason = module.unsupported(problem) or _wrong_config(module, config, name, backend)
+        if reason is None:
+            return Choice(backend=name, config=config or module.choose_config(problem), passed_over=tuple(passed_over))
+        passed_over.append((name, reason))
+    reasons = " ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise NotImplementedError(f"No backend takes this call. {reasons}")
+
+
+def _candidates(backend: str) -> tuple[str, ...]:
+    if backend != "auto":
+        return (backend,)
+    major = (device_capability() or (0, 0))[0]
+    return (*_KERNELS_BY_CAPABILITY.get(major, ()), "portable")
+
+
+def _wrong_config(module: ModuleType, config: Any, name: str, backend: str) -> str | None:
+    """Returns why a config keeps `auto` from a backend; raises where the caller named that backend."""
+    if config is None or isinstance(config, module.Config):
+        return None
+    expected = f"be a Config of inkling_pallas.kernels.{name} or None"
+    if backend == "auto" and name != "portable":
+        return f"config must {expected}; got {type(config).__name__}."
+    raise refuse("config", expected, type(config).__name__, "None lets the backend choose.")
+
+
+def warn_on_fallback(choice: Choice) -> None:
+    """Warns once per reason when a GPU call takes the portable backend."""
+    if choice.backend == "portable" and device_capability() is not None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
+        _warn_once(reasons or f"there is no kernel for {default_device().device_kind} yet.")
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    message = f"inkling_rel_attention takes the portable backend on a GPU, which is slower than a kernel: {reason}"
+    warnings.warn(message, PortableFallbackWarning, stacklevel=4)

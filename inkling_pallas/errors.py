@@ -1,0 +1,52 @@
+"""The one form of error messages, and the checks that use it."""
+
+import operator
+from typing import Any
+
+import jax.core
+import numpy as np
+
+
+def refuse(argument: str, rule: str, value: object, advice: str) -> ValueError:
+    """Returns the error for a wrong argument, in the one form that all messages have."""
+    return ValueError(f"{argument} must {rule}; got {value}. {advice}")
+
+
+def static_int(argument: str, value: Any, minimum: int) -> int:
+    """Returns value as an int, or raises ValueError where it is no static integer of at least `minimum`."""
+    advice = "Pass a Python int; under jax.jit name the argument in static_argnames."
+    if isinstance(value, jax.core.Tracer):
+        raise refuse(argument, f"be a static int >= {minimum}", "a traced array", advice)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = minimum - 1
+    if isinstance(value, bool) or number < minimum:
+        raise refuse(argument, f"be a static int >= {minimum}", repr(value), advice)
+    return number
+
+
+def static_bool(argument: str, value: Any) -> bool:
+    """Returns value as a bool, or raises ValueError where it is anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise refuse(argument, "be True or False", describe(value), "It is part of the compiled program.")
+    return bool(value)
+
+
+def describe(value: Any) -> str:
+    """Returns how a refused value is shown."""
+    return "a traced array" if isinstance(value, jax.core.Tracer) else repr(value)
+
+
+def require_array(argument: str, array: Any, shape: tuple[int | str, ...], dtype: str, advice: str) -> None:
+    """Raises ValueError unless the array has the dtype and the shape; a string in shape is a free dimension's name."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise refuse(argument, "be an array", type(array).__name__, advice)
+    fits = len(array.shape) == len(shape) and all(
+        isinstance(want, str) or have == want for have, want in zip(array.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
+        raise refuse(argument, f"have shape {wanted}", tuple(array.shape), advice)
+    if np.dtype(array.dtype).name != dtype:
+        raise refuse(argument, f"have dtype {dtype}", np.dtype(array.dtype).name, advice)

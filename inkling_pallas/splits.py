@@ -1,0 +1,107 @@
+"""How many rows a batch is compiled for, and into how many parts its keys may be split."""
+
+from typing import Any
+
+import jax
+
+from inkling_pallas.errors import static_int
+
+# Our split-KV bound on Hopper. One sequence can use every SM of the card (132 on an H100 or H200); a power of two keeps
+# the number of compiled variants small as max_kv_len grows.
+_HOPPER_MAX_SPLITS = 256
+_KEYS_PER_SPLIT = 128
+
+
+def bucket_max_seqlen_q(max_seqlen_q: int) -> int:
+    """Returns max_seqlen_q rounded up to a power of two, the value that a call is compiled for.
+
+    Args:
+      max_seqlen_q: the longest q_len of a batch, a static int >= 0.
+
+    Raises:
+      ValueError: if it is traced, negative or no integer.
+
+    Example:
+      >>> [bucket_max_seqlen_q(n) for n in range(10)]
+      [1, 1, 2, 4, 4, 8, 8, 8, 8, 16]
+    """
+    return 1 << max(0, static_int("max_seqlen_q", max_seqlen_q, 0) - 1).bit_length()
+
+
+def inkling_num_splits(
+    *,
+    is_local: bool,
+    batch_size: int,
+    max_query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    max_kv_len: int,
+    capability: tuple[int, int] | None = None,
+    match_vllm: bool = False,
+) -> int:
+    """Returns an upper bound of the parts that the keys of one sequence are split into, for `num_splits`.
+
+    Args:
+      is_local: a sliding-window layer.
+      batch_size: sequences in the batch.
+      max_query_len: rows of the longest of them.
+      num_heads: query heads on this device.
+      num_kv_heads: kv heads on this device.
+      max_kv_len: keys of the longest sequence.
+      capability: compute capability (major, minor); None is that of the default device, or none where it has none.
+      match_vllm: return vLLM's value also on capability 9, where its kernel cannot split (1).
+
+    Returns:
+      A static int >= 1. On capability 9 it is this project's own bound, from max_kv_len alone; elsewhere it is the
+      table that vLLM's Inkling model uses for its FlashAttention-4 kernel.
+
+    Raises:
+      ValueError: if a size is not a static int >= 1.
+
+    Example:
+      >>> sizes = dict(batch_size=8, max_query_len=1, num_heads=64, num_kv_heads=8, max_kv_len=131072)
+      >>> inkling_num_splits(is_local=False, capability=(10, 0), **sizes)
+      2
+    """
+    sizes = {
+        "batch_size": batch_size,
+        "max_query_len": max_query_len,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "max_kv_len": max_kv_len,
+    }
+    for argument, value in sizes.items():
+        static_int(argument, value, 1)
+    major = (capability or device_capability() or (0, 0))[0]
+    if major == 9 and not match_vllm:
+        return min(_HOPPER_MAX_SPLITS, bucket_max_seqlen_q(-(-max_kv_len // _KEYS_PER_SPLIT)))
+    if is_local or major == 9:
+        return 1
+    q_tiles = -(-max_query_len * (num_heads // num_kv_heads) // 256)
+    single = q_tiles == 1 and batch_size == 1
+    wanted_ctas = 256 if single else 128 if q_tiles == 1 else 64
+    splits = wanted_ctas // (batch_size * num_kv_heads * q_tiles)
+    cap = _single_sequence_cap(num_kv_heads, max_kv_len) if single else 128
+    return max(1, min(splits, cap, -(-max_kv_len // _KEYS_PER_SPLIT)))
+
+
+def _single_sequence_cap(num_kv_heads: int, max_kv_len: int) -> int:
+    """Returns vLLM's cap for a batch of one decoding sequence."""
+    if num_kv_heads == 8:
+        return 16
+    if num_kv_heads == 4 or max_kv_len <= 8192:
+        return 32
+    return 64 if max_kv_len <= 65536 else 128
+
+
+def default_device() -> Any:
+    """Returns the device that a jitted call without placed arguments runs on."""
+    chosen = jax.config.jax_default_device
+    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0] if chosen else jax.devices()[0]
+
+
+def device_capability(device: Any = None) -> tuple[int, int] | None:
+    """Returns the compute capability of an NVIDIA device (the default one if None), or None for any other device."""
+    text = getattr(device or default_device(), "compute_capability", None)
+    parts = str(text).split(".")
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdigit() for p in parts) else None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from inkling_pallas.call import BatchPlan, check_call
+from inkling_pallas.call import BatchPlan, check_call, planned_problem
 from inkling_pallas.contents import check_batch_contents
 from inkling_pallas.dispatch import Choice, load_backend, warn_on_fallback
 from inkling_pallas.errors import refuse
@@ -153,12 +153,24 @@ def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Ba
       A pytree; its static part is checked against each call.
 
     Raises:
-      ValueError, NotImplementedError: as `inkling_rel_attention` would.
+      ValueError: as `inkling_rel_attention` would.
+      NotImplementedError: likewise.
+
+    Example:
+      >>> from inkling_pallas.cases import Case, build
+      >>> call = build(Case(name="two", kind="example", q_lens=(3, 1), kv_lens=(3, 40)))
+      >>> plan = plan_batch(**call)
+      >>> inkling_rel_attention(**call, plan=plan).shape
+      (4, 8, 128)
     """
     call = check_call(_bound(q, key_cache, value_cache, {"softmax_scale": 1.0, "rel_logits": None, **arguments}))
     sequences, work = _jitted_plan(call.problem, call.choice, call.lengths)
     return BatchPlan(
-        sequences=sequences, work=work, problem=call.problem, backend=call.choice.backend, config=call.choice.config
+        sequences=sequences,
+        work=work,
+        problem=planned_problem(call.problem),
+        backend=call.choice.backend,
+        config=call.choice.config,
     )
 
 
@@ -174,6 +186,15 @@ def check_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> N
     Raises:
       ValueError: naming the array, the index, the value and the rule. `inkling_rel_attention` itself cannot see
         contents; it only makes them safe.
+
+    Example:
+      >>> from inkling_pallas.cases import Case, build
+      >>> call = build(Case(name="two", kind="example", q_lens=(3, 1), kv_lens=(3, 40)))
+      >>> check_batch(**call)
+      >>> check_batch(**{**call, "cache_seqlens": call["cache_seqlens"] + 100})
+      Traceback (most recent call last):
+      ...
+      ValueError: cache_seqlens[0] must lie in [0, 48], the keys its table row can hold; got 103. ...
     """
     bound = _bound(q, key_cache, value_cache, arguments)
     call = check_call(bound)
@@ -188,6 +209,12 @@ def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Expla
       key_cache: its cache of keys.
       value_cache: its cache of values.
       **arguments: its other arguments.
+
+    Example:
+      >>> from inkling_pallas.cases import Case, build
+      >>> call = build(Case(name="two", kind="example", q_lens=(3, 1), kv_lens=(3, 40)))
+      >>> explain(**call, backend="portable").backend
+      'portable'
     """
     call = check_call(_bound(q, key_cache, value_cache, arguments))
     return Explanation(

@@ -76,15 +76,19 @@ def _as_array(value: Any) -> Any:
     return jnp.asarray(value) if type(value).__module__ == "numpy" else value
 
 
+def planned_problem(problem: Problem) -> Problem:
+    """Returns the problem without what a plan does not depend on, so that one plan fits calls that differ there."""
+    return dataclasses.replace(problem, softmax_scale=1.0, out_dtype=problem.dtype, return_lse=False)
+
+
 def _require_fitting_plan(plan: BatchPlan, problem: Problem, backend: str, config: Any) -> None:
     """Raises ValueError where a plan was made for another kind of call."""
     advice = "Make one plan_batch per kind of layer."
     if not isinstance(plan, BatchPlan):
         raise refuse("plan", "be a BatchPlan or None", type(plan).__name__, advice)
-    free = ("softmax_scale", "out_dtype", "return_lse")
     for field in dataclasses.fields(Problem):
-        made, wanted = getattr(plan.problem, field.name), getattr(problem, field.name)
-        if made != wanted and field.name not in free:
+        made, wanted = getattr(plan.problem, field.name), getattr(planned_problem(problem), field.name)
+        if made != wanted:
             raise refuse("plan", f"be made for {field.name} = {wanted}", made, advice)
     if backend not in ("auto", plan.backend):
         raise refuse("plan", f"be made for backend {backend!r}", repr(plan.backend), advice)

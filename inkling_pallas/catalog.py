@@ -154,13 +154,8 @@ def _zero_lengths() -> Iterator[Case]:
 def _pages() -> Iterator[Case]:
     for page in (1, 8, 16, 32, 48, 64, 128, 256, 784):
         edges = sorted({page - 1, page, page + 1, 127, 128, 129, 2 * page + 1} - {0})
-        yield Case(
-            name=f"page_{page}",
-            kind="pages",
-            q_lens=(1, 3) * 3 + (1,) * (len(edges) - 6),
-            kv_lens=tuple(edges),
-            block_size=page,
-        )
+        q_lens = tuple(min(kv_len, 1 + 2 * (i % 2)) for i, kv_len in enumerate(edges))
+        yield Case(name=f"page_{page}", kind="pages", q_lens=q_lens, kv_lens=tuple(edges), block_size=page)
 
 
 def _groups() -> Iterator[Case]:

@@ -66,6 +66,11 @@ def _candidates(backend: str) -> tuple[str, ...]:
     return (*_KERNELS_BY_CAPABILITY.get(major, ()), "portable")
 
 
+def machine_backends() -> tuple[str, ...]:
+    """Returns the backends that the default device runs, fastest first."""
+    return _candidates("auto")
+
+
 def _wrong_config(module: ModuleType, config: Any, name: str, backend: str) -> str | None:
     """Returns why a config keeps `auto` from a backend; raises where the caller named that backend."""
     if config is None or isinstance(config, module.Config):

@@ -6,6 +6,8 @@ from typing import Any
 import jax.core
 import numpy as np
 
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
 
 def refuse(argument: str, rule: str, value: object, advice: str) -> ValueError:
     """Returns the error for a wrong argument, in the one form that all messages have."""

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from inkling_pallas.errors import describe, refuse, require_array, static_bool, static_int
+from inkling_pallas.errors import FLOAT_DTYPES, describe, refuse, require_array, static_bool, static_int
 
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 # Lengths from outside are clipped to this before they are added or subtracted, so that no int32 can wrap around.
 LENGTH_LIMIT = 2**29
 

@@ -74,6 +74,12 @@ def reference_rel_attention(
     Returns:
       float64[n, num_heads, head_dim], and with return_lse the natural-log float64[n, num_heads]: 0 and -inf in rows
       that see no key.
+
+    Example:
+      >>> from inkling_pallas.cases import Case, build
+      >>> call = build(Case(name="two", kind="example", q_lens=(3, 1), kv_lens=(3, 40)))
+      >>> reference_rel_attention(**call).shape
+      (4, 8, 128)
     """
     result, lse = evaluate(
         _attend,

@@ -21,6 +21,10 @@ def relative_logits(r: jax.Array, proj: jax.Array, tau: jax.Array | None = None)
 
     Raises:
       ValueError: if shapes or dtypes do not fit.
+
+    Example:
+      >>> relative_logits(jnp.ones((5, 8, 16)), jnp.ones((16, 1024))).shape
+      (5, 8, 1024)
     """
     if r.ndim != 3 or proj.ndim != 2 or proj.shape[0] != r.shape[2]:
         raise refuse(
@@ -85,6 +89,12 @@ def merge_partials(
 
     Raises:
       ValueError: if there are no parts or their shapes do not fit.
+
+    Example:
+      >>> parts, lses = jnp.stack([jnp.zeros((1, 1, 2)), jnp.ones((1, 1, 2))]), jnp.array([[[0.0]], [[0.0]]])
+      >>> out, lse = merge_partials(parts, lses)
+      >>> out.tolist(), round(float(lse[0, 0]), 4)
+      ([[[0.5, 0.5]]], 0.6931)
     """
     if len(outs) == 0 or len(outs) != len(lses):
         raise refuse(
@@ -98,7 +108,7 @@ def merge_partials(
         raise refuse("lses", f"have shape {parts.shape[1:-1]} each", logs.shape[1:], "They come from return_lse=True.")
     top = logs.max(axis=0)
     finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(logs - finite_top)
+    weights = jnp.exp(logs - finite_top[None])
     total = weights.sum(axis=0)
     safe_total = jnp.where(total == 0, 1.0, total)
     # A part with weight 0 saw no key; what it holds must not matter, and 0 * NaN is NaN.

@@ -1,0 +1,1 @@
+"""Backends, the phases that kernels are made of, and what touches Mosaic."""

@@ -11,7 +11,7 @@ Axes in shape comments: t = q tile of the step, h = kv head, g = head of the gro
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,14 +68,14 @@ def attend(
         out = operands.out.at[:].set(out)  # reads `out`, so that jit can give the result its donated buffer
     lse = jnp.full((problem.num_tokens, problem.num_heads), -jnp.inf, jnp.float32)
     live_tiles = jnp.sum(plan.rows > 0, dtype=jnp.int32)
-    steps = lax.div(live_tiles + (config.tiles_per_step - 1), config.tiles_per_step)
+    steps = (live_tiles + (config.tiles_per_step - 1)) // config.tiles_per_step
 
     def step(index: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start = index * config.tiles_per_step
         tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, config.tiles_per_step), plan)
         return _attend_tiles(problem, config, operands, sequences, tiles, results)
 
-    out, lse = lax.fori_loop(0, steps, step, (out, lse))
+    out, lse = lax.fori_loop(0, steps, step, _varying_like((out, lse), (operands, plan)))
     return out, lse if problem.return_lse else None
 
 
@@ -88,15 +88,15 @@ def _attend_tiles(
     results: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes some q tiles and writes their rows into (out, lse)."""
-    row = lax.iota(jnp.int32, config.block_q)
+    row = lax.iota(jnp.int32, config.block_q)[None]  # [1, q]
     packed = sequences.q_start[tiles.sequence][:, None] + tiles.first_row[:, None] + row  # [t, q]
     readable = jnp.clip(packed, 0, problem.num_tokens - 1)
     q = _by_kv_head(problem, operands.q[readable])
     rel_logits = _pad_distances(config, _by_kv_head(problem, operands.rel_logits[readable]))
     position = sequences.first_pos[tiles.sequence] + tiles.first_row  # [t], of row 0
-    newest = lax.div(tiles.key_end + (config.block_kv - 1), config.block_kv)
-    biased_steps = jnp.max(newest - lax.div(tiles.bias_begin, config.block_kv))
-    all_steps = jnp.max(newest - lax.div(tiles.key_begin, config.block_kv))
+    newest = (tiles.key_end + (config.block_kv - 1)) // config.block_kv
+    biased_steps = jnp.max(newest - tiles.bias_begin // config.block_kv)
+    all_steps = jnp.max(newest - tiles.key_begin // config.block_kv)
 
     def step(index: jax.Array, state: _Softmax, *, biased: bool) -> _Softmax:
         first_key = (newest - 1 - index) * config.block_kv  # [t]; below key_begin once a q tile is done
@@ -109,12 +109,24 @@ def _attend_tiles(
         visible = _visible(problem, position, row, first_key, live)
         return _online_softmax(problem, state, jnp.where(visible[:, None, None], scores, -jnp.inf), v)
 
-    state = lax.fori_loop(0, biased_steps, functools.partial(step, biased=True), _initial(q))
+    state = _varying_like(_initial(q), (operands, tiles))
+    state = lax.fori_loop(0, biased_steps, functools.partial(step, biased=True), state)
     state = lax.fori_loop(biased_steps, all_steps, functools.partial(step, biased=False), state)
     target = jnp.where(
         row < tiles.rows[:, None], packed, problem.num_tokens
     )  # rows past the tile are dropped by the scatter
     return _write_rows(problem, state, target, results)
+
+
+def _varying_like(carry: Any, inputs: Any) -> Any:
+    """Returns a loop's first values unchanged, but varying over every mesh axis of a shard_map that an input varies over.
+
+    shard_map wants a loop's carry to have one type from the first step on. Adding a condition that is never true gives it that type by
+    plain dataflow, and XLA folds it away.
+    """
+    never = functools.reduce(jnp.logical_or, (leaf.ravel()[0] != leaf.ravel()[0] for leaf in jax.tree.leaves(inputs)))
+    never = jnp.logical_and(never, False)
+    return jax.tree.map(lambda leaf: jnp.where(never, jnp.zeros_like(leaf), leaf), carry)
 
 
 def _by_kv_head(problem: Problem, rows: jax.Array) -> jax.Array:
@@ -157,15 +169,15 @@ def _read_tile(
 
     Only pages in the pool are read: the keys of a page id outside it count as absent.
     """
-    key = first_key[:, None] + lax.iota(jnp.int32, config.block_kv)
+    key = first_key[:, None] + lax.iota(jnp.int32, config.block_kv)[None]
     live = (key >= tiles.key_begin[:, None]) & (key < tiles.key_end[:, None])
     key = jnp.clip(key, 0, problem.max_kv_len - 1)
-    page = operands.block_table[tiles.sequence[:, None], lax.div(key, problem.block_size)]
+    page = operands.block_table[tiles.sequence[:, None], key // problem.block_size]
     live &= (page >= 0) & (page < problem.num_blocks)
     chunk = math.gcd(problem.block_size, config.block_kv)  # keys that are neighbours in memory whatever the table says
     first = (slice(None), slice(None, None, chunk))
     page = jnp.clip(page[first], 0, problem.num_blocks - 1)
-    place = lax.div(lax.rem(key[first], problem.block_size), chunk)
+    place = key[first] % problem.block_size // chunk
 
     def read(cache: jax.Array) -> jax.Array:
         chunks = cache.reshape(
@@ -181,7 +193,7 @@ def _read_tile(
 
 def _visible(problem: Problem, position: jax.Array, row: jax.Array, first_key: jax.Array, live: jax.Array) -> jax.Array:
     """Returns which keys each row sees, bool[t, q, k]."""
-    key = first_key[:, None] + lax.iota(jnp.int32, live.shape[1])
+    key = first_key[:, None] + lax.iota(jnp.int32, live.shape[1])[None]
     dist = (position[:, None] + row)[:, :, None] - key[:, None, :]
     visible = jnp.broadcast_to(live[:, None, :], dist.shape)
     if problem.window_left is not None:

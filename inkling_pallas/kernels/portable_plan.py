@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 
 def plan(problem: Problem, config: Config, sequences: Sequences) -> Plan:
     """Returns the q tiles of the batch, longest first."""
-    per_sequence = lax.div(sequences.q_len + (config.block_q - 1), config.block_q)
+    per_sequence = (sequences.q_len + (config.block_q - 1)) // config.block_q
     ends = jnp.cumsum(per_sequence, dtype=jnp.int32)
     tile = lax.iota(jnp.int32, _num_tiles(problem, config))
     sequence = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)

@@ -1,0 +1,70 @@
+# `make demo` and `make test` do all set-up themselves: they find a Python, make .venv and install what they need.
+
+JAX := 0.11.2
+ARGS :=
+
+# A name on PATH that answers with 3.12 or newer, else one of pyenv's own (its shims refuse versions that are not selected).
+pyenv_root := $(or $(shell pyenv root 2>/dev/null),$(HOME)/.pyenv)
+candidates := $(or $(PYTHON),python3.12 python3.13 python3.14 python3 $(wildcard $(pyenv_root)/versions/3.1[2-9]*/bin/python3))
+usable := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))
+python = $(shell for python in $(candidates); do "$$python" -c '$(usable)' 2>/dev/null && echo "$$python" && break; done)
+define no_python
+No Python >= 3.12 with venv found (looked for: $(candidates)).
+Get one with `pyenv install 3.12`, `apt install python3.12-venv`, `brew install python@3.12` or `uv python install 3.12`,
+then run this again, or name it: `make $(MAKECMDGOALS) PYTHON=/path/to/python3.12`
+endef
+
+# CUDA 13 needs driver 580. Without a card jax must not look for one: the plugin below is there only to compile.
+driver := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | grep -m 1 -oE '^[0-9]+')
+cuda := $(if $(driver),$(shell test $(driver) -ge 580 && echo cuda13 || echo cuda12))
+ifeq ($(cuda),)
+JAX_PLATFORMS ?= cpu
+export JAX_PLATFORMS
+endif
+
+pip_install = bin/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test lint format environments clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+
+demo: .venv/.demo  ## one serving step with a paged cache, checked against the oracle; options in ARGS="..."
+	.venv/bin/python -m inkling_pallas demo $(ARGS)
+
+test: lint .venv-jax012/.test  ## lint, the whole suite, then its small form on the newest jax 0.12
+	.venv/bin/python -m pytest -n auto --durations 10 $(ARGS)
+	JAX_PLATFORMS=cpu .venv-jax012/bin/python -m pytest -n auto -m "not full and not interpreter" $(ARGS)
+
+lint: .venv/.test  ## ruff, the format check and pyright
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/pyright
+
+format: .venv/.test  ## format, and fix what ruff can
+	.venv/bin/ruff format
+	.venv/bin/ruff check --fix
+
+environments: .venv/.test .venv-jax012/.test  ## install what `make test` needs
+
+clean:  ## remove the environments and every cache
+	rm -rf .venv .venv-jax012 .hypothesis .pytest_cache .ruff_cache build dist
+	find inkling_pallas tests -name __pycache__ -exec rm -rf {} +
+
+.venv/bin/python .venv-jax012/bin/python:
+	$(or $(python),$(error $(no_python))) -m venv --clear $(@:/bin/python=)
+
+.venv/.demo: pyproject.toml | .venv/bin/python
+	.venv/$(pip_install) --editable '.[demo$(cuda:%=,%)]' jax==$(JAX)
+	touch $@
+
+.venv/.test: pyproject.toml | .venv/bin/python
+	.venv/$(pip_install) --editable '.[test$(cuda:%=,%)]' jax==$(JAX)
+ifeq ($(shell uname -sm)$(cuda),Linux x86_64)
+	.venv/$(pip_install) --no-deps jax-cuda13-plugin==$(JAX) jax-cuda13-pjrt==$(JAX)
+endif
+	touch .venv/.demo $@
+
+.venv-jax012/.test: pyproject.toml | .venv-jax012/bin/python
+	.venv-jax012/$(pip_install) --upgrade --editable '.[test]' 'jax>=0.12,<0.13'
+	touch $@

@@ -1,0 +1,30 @@
+"""`python -m inkling_pallas COMMAND`: demo, check, bench."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+_COMMANDS = {
+    "demo": "a serving step on request lengths of a trace, checked against the oracle",
+    "check": "every backend of this machine on the cases that it must pass",
+    "bench": "time named cases against ceilings and peers",
+}
+_MODULES = {"demo": "demo", "check": "check_command", "bench": "benchmark"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a command; returns the exit status."""
+    if argv and argv[0] in _COMMANDS:
+        return importlib.import_module(f"inkling_pallas.{_MODULES[argv[0]]}").main(argv[1:])
+    help_asked = bool(argv) and argv[0] in ("-h", "--help")
+    stream = sys.stdout if help_asked else sys.stderr
+    if argv and not help_asked:
+        print(f"inkling_pallas: there is no command {argv[0]!r}.", file=stream)
+    print("usage: python -m inkling_pallas COMMAND [options]; --help after a command lists its options", file=stream)
+    for name, meaning in _COMMANDS.items():
+        print(f"  {name:6} {meaning}", file=stream)
+    return 0 if help_asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""`python -m inkling_pallas check`: every backend of this machine on the cases that it must pass."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import jax
+
+from inkling_pallas.catalog import full_cases, kinds, small_cases
+from inkling_pallas.check import Verdict, judge
+from inkling_pallas.console import progress, table
+from inkling_pallas.contract import CONTRACT_CHECKS, ContractError
+from inkling_pallas.dispatch import machine_backends
+from inkling_pallas.splits import device_capability
+
+_COLUMNS = ("case", "kind", "row error", "limit", "margin", "lse", "alone", "verdict")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the command line of `check`."""
+    p = argparse.ArgumentParser(prog="python -m inkling_pallas check", description=__doc__)
+    p.add_argument(
+        "--full", action="store_true", help="every case (minutes on a CPU) instead of a short form of each kind"
+    )
+    p.add_argument("--kind", help="only cases of this kind, for example 'decode'")
+    p.add_argument("--backend", help="only this backend")
+    p.add_argument("--quiet", action="store_true", help="list only cases that are red or refused")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the check; returns 0 when nothing is red, 1 when something is, 2 for a bad option."""
+    options = parser().parse_args(argv)
+    on_card = device_capability() is not None
+    cases = full_cases(on_card=on_card) if options.full else small_cases()
+    known = (*kinds(cases), *CONTRACT_CHECKS)
+    if options.kind and options.kind not in known:
+        print(f"check: --kind must be one of {', '.join(known)}; got {options.kind!r}.")
+        return 2
+    backends = machine_backends()
+    if options.backend and options.backend not in backends:
+        print(f"check: --backend must be one of {', '.join(backends)} on this machine; got {options.backend!r}.")
+        return 2
+    cases = [case for case in cases if options.kind in (None, case.kind)]
+    contract = {kind: run for kind, run in CONTRACT_CHECKS.items() if options.kind in (None, kind)}
+    red = 0
+    for backend in [options.backend] if options.backend else backends:
+        with progress(f"check {backend}", len(cases) + len(contract)) as step:
+            rows = [_case_row(case, backend, step) for case in cases]
+            rows += [_contract_row(kind, run, backend, step) for kind, run in contract.items()]
+        shown = [row for row in rows if not options.quiet or row[-1] != "ok"]
+        table(f"{backend} on {jax.devices()[0].device_kind}, jax {jax.__version__}", _COLUMNS, shown)
+        red += _summary(backend, [row[-1] for row in rows])
+    return 1 if red else 0
+
+
+def _summary(backend: str, verdicts: Sequence[str]) -> int:
+    """Prints the counts and returns how many are red."""
+    red = sum(verdict.startswith("RED") for verdict in verdicts)
+    refused = sum(verdict.startswith("refused") for verdict in verdicts)
+    print(f"{backend}: {len(verdicts) - red - refused} ok, {red} red, {refused} refused (portable takes those).")
+    return red
+
+
+def _case_row(case, backend: str, step: Callable[[str], None]) -> tuple[str, ...]:
+    step(case.name)
+    try:
+        verdict = judge(case, backend=backend)
+    except NotImplementedError as error:
+        return (case.name, case.kind, *["-"] * 5, f"refused: {error}")
+    return _cells(verdict)
+
+
+def _cells(verdict: Verdict) -> tuple[str, ...]:
+    numbers = (verdict.row_error, verdict.limit, verdict.margin, verdict.lse_error, verdict.alone_error)
+    formats = ("{:.2e}", "{:.2e}", "{:.1f} x", "{:.3f}", "{:.2e}")
+    cells = (text.format(number) for text, number in zip(formats, numbers, strict=True))
+    return (verdict.case.name, verdict.case.kind, *cells, f"RED: {verdict.failure}" if verdict.red else "ok")
+
+
+def _contract_row(kind: str, run: Callable[[str], None], backend: str, step: Callable[[str], None]) -> tuple[str, ...]:
+    step(kind)
+    try:
+        run(backend)
+    except NotImplementedError as error:
+        verdict = f"refused: {error}"
+    except ContractError as error:
+        verdict = f"RED: {error}"
+    else:
+        verdict = "ok"
+    return (kind, kind, *["-"] * 5, verdict)

@@ -1,0 +1,35 @@
+"""What holds for every test: strict jax, no compile cache, reproducible hypothesis, and the `gpu` marker."""
+
+import os
+import shutil
+import subprocess
+
+import jax
+import pytest
+from hypothesis import settings
+
+
+def _has_card() -> bool:
+    nvidia_smi = shutil.which("nvidia-smi")
+    return nvidia_smi is not None and subprocess.run([nvidia_smi, "-L"], capture_output=True).returncode == 0
+
+
+# A CUDA plugin without a card is there to compile, not to run. The environment is set for tests that start a process.
+if not _has_card():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # xdist's workers share the card's memory.
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_enable_compilation_cache", False)
+
+# Compiling takes longer than any deadline; CI draws the same examples every time, other machines look for new ones.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU; jax runs on {jax.default_backend()} here")

@@ -147,14 +147,22 @@ def _poison_sequence(case: Case, cache: np.ndarray, pages: np.ndarray, b: int) -
 
 
 def sequence_alone(arguments: dict[str, Any], b: int) -> dict[str, Any]:
-    """Returns the call of one sequence of a batch by itself, over the same pool of pages."""
+    """Returns the call of one sequence of a batch by itself: its rows come first, the other rows and sequences are padding.
+
+    Shapes stay as they are, so that it runs the program that the whole batch runs.
+    """
     start, end = (int(x) for x in arguments["cu_seqlens_q"][b : b + 2])
-    alone = dict(arguments, cu_seqlens_q=np.array([0, end - start], np.int32), max_seqlen_q=max(1, end - start))
+    alone = dict(
+        arguments,
+        cu_seqlens_q=np.minimum(np.arange(len(arguments["cu_seqlens_q"])), 1).astype(np.int32) * (end - start),
+    )
     for name in ("q", "rel_logits"):
-        alone[name] = arguments[name][start:end]
-    for name in ("block_table", "cache_seqlens", "kv_offset", "total_seqlens"):
+        alone[name] = np.full_like(arguments[name], np.nan)
+        alone[name][: end - start] = arguments[name][start:end]
+    for name, dead in (("block_table", -1), ("cache_seqlens", 0), ("kv_offset", 0), ("total_seqlens", 0)):
         if arguments.get(name) is not None:
-            alone[name] = arguments[name][b : b + 1]
+            alone[name] = np.full_like(arguments[name], dead)
+            alone[name][0] = arguments[name][b]
     return alone
 
 

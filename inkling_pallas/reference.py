@@ -3,13 +3,16 @@
 It shares no code with any backend. It trusts its input: check a batch with `check_batch` first.
 """
 
+import collections
+import concurrent.futures
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 # float64 scores that one step may hold; bounds memory, changes no result.
-_SCORES_PER_STEP = 1 << 24
+_SCORES_PER_STEP = 1 << 22
 
 
 def reference_rel_attention(
@@ -132,25 +135,32 @@ def evaluate(
     result = np.zeros((len(rows), q.shape[1], q.shape[2]))
     lse = np.full((len(rows), q.shape[1]), -np.inf)
     q, rel_logits, key_cache, value_cache = map(np.asarray, (q, rel_logits, key_cache, value_cache))
+    table = np.asarray(block_table)
     left, right = (np.inf if side == -1 else side for side in window_size)
     reach = 0 if causal else right
-    for b, pages in enumerate(np.asarray(block_table)):
-        mine = np.flatnonzero((rows >= offsets[b]) & (rows < offsets[b + 1]))
-        for some in _steps(mine, q.shape[1] * max(1, int(cached[b]))):
-            position = total[b] - offsets[b + 1] + rows[some]
-            low = 0 if np.isinf(left) else max(0, int(position.min() - left - first_key[b]))
-            high = int(min(cached[b], position.max() + reach + 1 - first_key[b]))
-            if low >= high:
-                continue
-            dist = position[:, None] - (first_key[b] + np.arange(low, high))
-            result[some], lse[some] = attend(
-                q[rows[some]],
-                _read_pages(key_cache, pages, low, high),
-                _read_pages(value_cache, pages, low, high),
-                softmax_scale,
-                _bias(rel_logits[rows[some]], dist, rel_extent),
-                (dist <= left) & (-dist <= reach),
-            )
+
+    def step(b: int, some: np.ndarray) -> None:
+        """Computes result[some] and lse[some], rows of sequence b."""
+        position = total[b] - offsets[b + 1] + rows[some]
+        low = 0 if np.isinf(left) else max(0, int(position.min() - left - first_key[b]))
+        high = int(min(cached[b], position.max() + reach + 1 - first_key[b]))
+        if low >= high:
+            return
+        dist = position[:, None] - (first_key[b] + np.arange(low, high))
+        result[some], lse[some] = attend(
+            q[rows[some]],
+            _read_pages(key_cache, table[b], low, high),
+            _read_pages(value_cache, table[b], low, high),
+            softmax_scale,
+            _bias(rel_logits[rows[some]], dist, rel_extent),
+            (dist <= left) & (-dist <= reach),
+        )
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # NumPy computes outside the interpreter's lock
+        for b in range(len(table)):
+            mine = np.flatnonzero((rows >= offsets[b]) & (rows < offsets[b + 1]))
+            steps = _steps(mine, q.shape[1] * max(1, int(cached[b])))
+            collections.deque(pool.map(functools.partial(step, b), steps), maxlen=0)
     return result, lse
 
 

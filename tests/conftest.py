@@ -4,6 +4,9 @@ import os
 import shutil
 import subprocess
 
+# The oracle has threads of its own; BLAS threads beside them spin. Set before NumPy is loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import pytest
 from hypothesis import settings

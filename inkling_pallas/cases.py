@@ -147,15 +147,14 @@ def _poison_sequence(case: Case, cache: np.ndarray, pages: np.ndarray, b: int) -
 
 
 def sequence_alone(arguments: dict[str, Any], b: int) -> dict[str, Any]:
-    """Returns the call of one sequence of a batch by itself: its rows come first, the other rows and sequences are padding.
+    """Returns the call of one sequence of a batch by itself: its rows come first, all else is padding.
 
     Shapes stay as they are, so that it runs the program that the whole batch runs.
     """
     start, end = (int(x) for x in arguments["cu_seqlens_q"][b : b + 2])
-    alone = dict(
-        arguments,
-        cu_seqlens_q=np.minimum(np.arange(len(arguments["cu_seqlens_q"])), 1).astype(np.int32) * (end - start),
-    )
+    offsets = np.full_like(arguments["cu_seqlens_q"], end - start)
+    offsets[0] = 0
+    alone = dict(arguments, cu_seqlens_q=offsets)
     for name in ("q", "rel_logits"):
         alone[name] = np.full_like(arguments[name], np.nan)
         alone[name][: end - start] = arguments[name][start:end]

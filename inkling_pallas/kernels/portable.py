@@ -127,7 +127,7 @@ def _attend_tiles(
 
 
 def _varying_like(carry: Any, inputs: Any) -> Any:
-    """Returns a loop's first values unchanged, but varying over every mesh axis of a shard_map that an input varies over.
+    """Returns a loop's first values unchanged, but varying over every mesh axis that an input varies over.
 
     shard_map wants a loop's carry to have one type from the first step on. Adding a condition that is never true gives
     it that type by plain dataflow, and XLA folds it away.

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
     ("__main__",),
     ("benchmark", "check_command", "demo"),
-    ("ceilings", "check", "contract", "workloads"),
-    ("console", "timing", "trace"),
+    ("ceilings", "check", "contract", "judging", "peers", "results"),
+    ("console", "timing", "trace", "workloads"),
     ("__init__",),
     ("sharding",),
     ("attention",),

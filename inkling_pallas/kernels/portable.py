@@ -6,7 +6,7 @@ from its own end: so the tiles that carry a bias come first for all of them, and
 rest. Nothing of size num_tokens x keys exists.
 
 Axes in shape comments: t = q tile of the step, h = kv head, g = head of the group, q = row of the tile, k = key of the
-  tile, d = head_dim.
+tile, d = head_dim.
 """
 
 import functools
@@ -21,6 +21,10 @@ from inkling_pallas.kernels.portable_plan import Config, Plan, plan
 from inkling_pallas.problem import Operands, Problem, Sequences
 
 __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
+
+# What a step may hold: scores, and elements of K gathered for it.
+_STEP_SCORES = {"cpu": 2**20, "gpu": 2**26}
+_STEP_KEYS = 2**26
 
 
 class _Softmax(NamedTuple):
@@ -45,13 +49,14 @@ def choose_config(problem: Problem) -> Config:
     """
     on_cpu = jax.default_backend() == "cpu"
     window = problem.max_kv_len if problem.window_left is None else problem.window_left + 1
-    block_kv = 1024 if window > 2048 and not on_cpu else 256
     longest = 128 if on_cpu else max(64, min(problem.max_seqlen_q // 8, 1024, window // 2))
     block_q = min(problem.max_seqlen_q, longest)
-    scores = 2**20 if on_cpu else 2**26
+    widest = 256 if on_cpu or window <= 2048 else 1024 if block_q > 16 else 4096
+    block_kv = min(widest, max(256, 1 << (window - 1).bit_length()))
+    tiles = _STEP_SCORES["cpu" if on_cpu else "gpu"] // (problem.num_heads * block_q * block_kv)
+    tiles = min(tiles, _STEP_KEYS // (block_kv * problem.num_kv_heads * problem.head_dim), 64)
     useful = problem.batch_size + problem.num_tokens // block_q
-    tiles = min(scores // (problem.num_heads * block_q * block_kv), useful, 64)
-    return Config(block_q=block_q, block_kv=block_kv, tiles_per_step=max(1, tiles))
+    return Config(block_q=block_q, block_kv=block_kv, tiles_per_step=max(1, min(tiles, useful)))
 
 
 def attend(

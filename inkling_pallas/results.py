@@ -1,0 +1,87 @@
+"""A benchmark's results as a file and as text, with what must be known to read them."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def card_name() -> str:
+    """Returns the default device's name as file names have it: 'nvidia-h200', 'cpu'."""
+    return re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
+
+
+def describe_run(suite: str, command: str, timer: str) -> dict[str, Any]:
+    """Returns the `meta` of a results file."""
+    return {
+        "suite": suite,
+        "card": card_name(),
+        "driver": _driver_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "timer": timer,
+    }
+
+
+def _driver_version() -> str | None:
+    """Returns the NVIDIA driver's version, or None without a card."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None or jax.default_backend() != "gpu":
+        return None
+    command = [nvidia_smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.split("\n")[0].strip() or None
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    """Replaces the file at once, so that whoever reads it meanwhile never sees half of it."""
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def table_of(cases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and the rows of the table of all cases; a peer has a column where it was timed."""
+    peers = list(dict.fromkeys(name for case in cases for name in case["peers"]))
+    head = ["case", "backend", "us", "spread", "floor us", "of floor", "row error", "limit", *peers, "verdict"]
+    rows = []
+    for case in cases:
+        timed = case["us"] is not None
+        row = [case["name"], case["backend"], _number(case["us"])]
+        row += [f"{_number(case['us_min'])}..{_number(case['us_max'])}" if timed else "-", _number(case["floor_us"])]
+        row += [f"{case['fraction']:.2f}" if timed else "-"]
+        row += ["-" if case[name] is None else f"{case[name]:.1e}" for name in ("row_error", "limit")]
+        row += [_number(case["peers"].get(name)) for name in peers]
+        rows.append([*row, verdict_of(case)])
+    return head, rows
+
+
+def verdict_of(case: dict[str, Any]) -> str:
+    """Returns a word on a case, and the reason where it was not timed."""
+    word = "RED" if case["red"] else "ok" if case["us"] is not None else "not timed"
+    return f"{word}: {case['reason']}" if case["reason"] else word
+
+
+def line_of(case: dict[str, Any]) -> str:
+    """Returns a case in one line."""
+    if case["us"] is None:
+        return f"{case['name']}: {verdict_of(case)}"
+    peers = "".join(f", {name} {_number(us)}" for name, us in case["peers"].items())
+    floor = f"{case['fraction']:.2f} of the floor {_number(case['floor_us'])}"
+    return f"{case['name']}: {_number(case['us'])} us, {floor}{peers}"
+
+
+def _number(us: float | None) -> str:
+    return "-" if us is None else f"{us:,.0f}" if us >= 1000 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"

@@ -1,7 +1,10 @@
 """`python -m inkling_pallas check`: every backend of this machine on the cases that it must pass."""
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -10,6 +13,7 @@ from inkling_pallas.check import Verdict, judge
 from inkling_pallas.console import progress, table
 from inkling_pallas.contract import CONTRACT_CHECKS, ContractError
 from inkling_pallas.dispatch import machine_backends
+from inkling_pallas.results import card_name, describe_run, write_json
 from inkling_pallas.splits import device_capability
 
 _COLUMNS = ("case", "kind", "row error", "limit", "margin", "lse", "alone", "verdict")
@@ -23,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--kind", help="only cases of this kind, for example 'decode'")
     p.add_argument("--backend", help="only this backend")
+    p.add_argument("--out", type=Path, help="folder for the verdicts as JSON, one file per backend")
     p.add_argument("--quiet", action="store_true", help="list only cases that are red or refused")
     return p
 
@@ -50,7 +55,17 @@ def main(argv: Sequence[str]) -> int:
         shown = [row for row in rows if not options.quiet or row[-1] != "ok"]
         table(f"{backend} on {jax.devices()[0].device_kind}, jax {jax.__version__}", _COLUMNS, shown)
         red += _summary(backend, [row[-1] for row in rows])
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            name = f"{card_name()}-check-{backend}{'-partial' if options.kind else ''}.json"
+            write_json(options.out / name, verdicts_as_json(rows, shlex.join(argv)))
     return 1 if red else 0
+
+
+def verdicts_as_json(rows: Sequence[tuple[str, ...]], options: str) -> dict[str, Any]:
+    """Returns the rows of the table with what must be known to read them."""
+    meta = describe_run("check", f"python -m inkling_pallas check {options}".strip(), "none")
+    return {"meta": meta, "cases": [dict(zip(_COLUMNS, row, strict=True)) for row in rows]}
 
 
 def _summary(backend: str, verdicts: Sequence[str]) -> int:

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
     ("__main__",),
     ("benchmark", "check_command", "demo"),
-    ("ceilings", "check", "contract", "judging", "peers", "results"),
-    ("console", "timing", "trace", "workloads"),
+    ("ceilings", "check", "contract", "judging", "peers"),
+    ("console", "results", "timing", "trace", "workloads"),
     ("__init__",),
     ("sharding",),
     ("attention",),

@@ -1,5 +1,6 @@
 """The commands as a user meets them: output, exit status, words for bad options and files."""
 
+import json
 import os
 import subprocess
 import sys
@@ -110,6 +111,15 @@ def _broken(case, backend):
     return check.judge(
         case, lambda **c: inkling_rel_attention(**{**c, "rel_logits": np.zeros_like(c["rel_logits"])}), backend=backend
     )
+
+
+def test_check_writes_its_verdicts(tmp_path):
+    assert main(["check", "--kind", "spike probe", "--out", str(tmp_path / "new")]) == 0
+    (path,) = (tmp_path / "new").iterdir()
+    written = json.loads(path.read_text())
+    assert path.name.endswith("-check-portable-partial.json")
+    assert written["meta"]["command"].startswith("python -m inkling_pallas check --kind 'spike probe'")
+    assert [case["verdict"] for case in written["cases"]] == ["ok"]
 
 
 def test_check_explains_bad_options(capsys):

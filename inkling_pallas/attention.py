@@ -243,12 +243,13 @@ def _jitted_plan(problem: Problem, choice: Choice, lengths: Lengths) -> tuple[Se
         )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _operator(
+@functools.partial(jax.jit, static_argnums=(0,))
+def _jitted_operator(
     static: _Static, operands: Operands, lengths: Lengths, plan: BatchPlan | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs the chosen backend."""
     problem, backend, config, interpret = static
+    operands = _without_derivative(operands)
     if problem.is_empty:
         rows = (problem.num_tokens, problem.num_heads)
         lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
@@ -261,12 +262,15 @@ def _operator(
         return load_backend(backend).attend(problem, config, operands, sequences, work, interpret)
 
 
-@_operator.defjvp
-def _refuse_derivative(static: _Static, primals: Any, tangents: Any) -> Any:
+@jax.custom_jvp
+def _without_derivative(operands: Operands) -> Operands:
+    """Returns the operands. On them and not on the result: a kernel's references cannot pass through a custom_jvp."""
+    return operands
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "inkling_rel_attention has no derivative: it is an inference operator over a cache. "
         "Keep it out of jax.grad, jax.jvp and jax.linearize, or put jax.lax.stop_gradient around its inputs."
     )
-
-
-_jitted_operator = jax.jit(_operator, static_argnums=(0,))

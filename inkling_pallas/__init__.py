@@ -1,6 +1,7 @@
 """Paged, variable-length attention with Inkling's learned relative bias, for JAX."""
 
 from inkling_pallas.attention import Explanation, check_batch, explain, inkling_rel_attention, plan_batch
+from inkling_pallas.cache import PagedKVCache, write_kv
 from inkling_pallas.call import BatchPlan
 from inkling_pallas.dispatch import PortableFallbackWarning
 from inkling_pallas.reference import reference_rel_attention
@@ -12,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchPlan",
     "Explanation",
+    "PagedKVCache",
     "PortableFallbackWarning",
     "__version__",
     "bucket_max_seqlen_q",
@@ -24,4 +26,5 @@ __all__ = [
     "plan_batch",
     "reference_rel_attention",
     "relative_logits",
+    "write_kv",
 ]

@@ -12,9 +12,11 @@ from inkling_pallas.layouts import LAYOUTS
 
 
 def in_layout(cases: tuple[Case, ...], layout: str) -> tuple[Case, ...]:
-    """Returns the cases with their caches in a layout; write_kv cases, which come in every layout, are left out."""
+    """Returns the cases with their caches in a layout; write_kv cases, which come in every layout, stay as they are."""
+    if layout == "separate":
+        return cases
     return tuple(
-        dataclasses.replace(case, name=f"{case.name}_{layout}", layout=layout) for case in cases if not case.write
+        case if case.write else dataclasses.replace(case, name=f"{case.name}_{layout}", layout=layout) for case in cases
     )
 
 

@@ -70,10 +70,11 @@ def test_copying_to_a_layout_and_back_changes_nothing(first, second):
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", COMBINED)
-@pytest.mark.parametrize("case", small_cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in small_cases() if not case.write], ids=lambda case: case.name)
 def test_cases_are_green_in_every_layout(case, layout):
-    for converted in in_layout((case,), layout):
-        assert judge(converted).failure == ""
+    (converted,) = in_layout((case,), layout)
+    assert judge(converted).failure == ""
+    jax.clear_caches()
 
 
 def test_layouts_give_the_same_bits():

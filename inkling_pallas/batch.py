@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from inkling_pallas.buckets import Buckets, Variant
@@ -60,6 +61,25 @@ class Batch:
         """Returns the arguments of `inkling_rel_attention` that describe a batch, as keywords."""
         names = ("block_table", "cache_seqlens", "cu_seqlens_q", "max_seqlen_q")
         return {name: getattr(self, name) for name in names}
+
+    def in_layer(self, layer: Any, *, num_blocks: int, block_size: int) -> "Batch":
+        """Returns the batch for one layer of a pool that all layers of a kind share, num_blocks pages each.
+
+        Such a pool can be the carry of a `jax.lax.scan` over layers and is written in place, where a stack of caches
+        would be taken apart and copied.
+
+        Args:
+          layer: int, may be traced; which of them.
+          num_blocks: pages of a layer.
+          block_size: tokens of a page.
+        """
+        table, slots = (jnp.asarray(array) for array in (self.block_table, self.slots))
+        first_page = jnp.asarray(layer, jnp.int32) * num_blocks
+        return dataclasses.replace(
+            self,
+            block_table=jnp.where(table < 0, table, table + first_page),
+            slots=jnp.where(slots < 0, slots, slots + first_page * block_size),
+        )
 
     def pad_rows(self, rows: Any) -> np.ndarray:
         """Returns a host array of one entry per live row, such as token ids, with zeros for the padding rows.

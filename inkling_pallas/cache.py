@@ -209,8 +209,8 @@ def write_kv(cache: PagedKVCache, k: jax.Array, v: jax.Array, slots: jax.Array) 
     require_array("v", v, tuple(k.shape), cache.dtype.name, "It is an array like k.")
     require_array("slots", slots, (k.shape[0],), "int32", "One per row of k; -1 for a row that is not to be written.")
     with jax.named_scope("inkling_write_kv"):
-        # Whatever is negative becomes the page after the last: a scatter drops that, but counts -1 from the end.
-        page = jnp.where(slots < 0, cache.num_blocks, lax.div(slots, cache.block_size))
+        # What is out of range becomes the page after the last: a scatter drops that, but counts -1 from the end.
+        page = jnp.where(slots < 0, cache.num_blocks, jnp.minimum(lax.div(slots, cache.block_size), cache.num_blocks))
         offset = lax.rem(jnp.maximum(slots, 0), cache.block_size)
         arrays = tuple(map(jnp.asarray, cache.arrays))
         written = layouts.write_tokens(cache.layout, arrays, page, offset, jnp.asarray(k), jnp.asarray(v))

@@ -104,11 +104,10 @@ def write_tokens(
       k: keys.
       v: values.
     """
-    rows = join(layout, k[:, None], v[:, None])
-    return tuple(
-        _in_chunks(layout, array, 1).at[_at(layout, page, offset)].set(row, mode="drop").reshape(array.shape)
-        for array, row in zip(arrays, rows, strict=True)
-    )
+    # The arrays are indexed in the shape that they have: reshaped and back, with one kv head, XLA copies all of them.
+    tokens = (jnp.squeeze(token, _TOKEN_AXIS[layout]) for token in join(layout, k[:, None], v[:, None]))
+    index = _at(layout, page, offset)
+    return tuple(array.at[index].set(token, mode="drop") for array, token in zip(arrays, tokens, strict=True))
 
 
 def _in_chunks(layout: str, array: jax.Array, chunk: int) -> jax.Array:
@@ -119,7 +118,7 @@ def _in_chunks(layout: str, array: jax.Array, chunk: int) -> jax.Array:
 
 
 def _at(layout: str, page: jax.Array, place: jax.Array) -> tuple[jax.Array | slice, ...]:
-    """Returns the index of chunks in the result of `_in_chunks`.
+    """Returns the index of a token in an array, or of a chunk in the result of `_in_chunks`.
 
     The axes of `page` come first in what it picks, also where a slice stands between the two index arrays.
     """

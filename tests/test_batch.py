@@ -81,6 +81,38 @@ def test_a_batch_says_what_it_was_made_from(drawn):
     ip.check_batch(rows, cache, None, **batch.arguments(), **STATIC, rel_logits=logits)
 
 
+def test_layers_share_a_pool_in_place():
+    """Each layer writes and reads pages of its own; the carry of the scan is the donated pool itself."""
+    layers, shape = 3, {"num_blocks": 1000, "block_size": 16}
+    pool = ip.PagedKVCache.zeros(num_blocks=layers * 1000, block_size=16, num_kv_heads=1, head_dim=16, layout="packed")
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((layers, 4, 4, 16)), jnp.bfloat16)
+    batch = ip.make_batch([3], [20], block_size=16, block_tables=[[-1, 7]])
+    static = STATIC | {"window_size": (3, 0)}
+
+    def layer_step(cache: ip.PagedKVCache, rows: jax.Array, batch: ip.Batch) -> tuple[ip.PagedKVCache, Any]:
+        cache = ip.write_kv(cache, rows[:, :1], rows[:, 1:2], batch.slots)
+        call: dict[str, Any] = batch.arguments() | {"rel_logits": rows[:, 2:, :8]} | static
+        return cache, ip.inkling_rel_attention(rows[:, 2:], cache, None, **call)
+
+    def step(pool: ip.PagedKVCache, rows: jax.Array, batch: ip.Batch) -> tuple[ip.PagedKVCache, Any]:
+        def body(pool: ip.PagedKVCache, layer: Any) -> tuple[ip.PagedKVCache, Any]:
+            index, rows = layer
+            return layer_step(pool, rows, batch.in_layer(index, **shape))
+
+        return jax.lax.scan(body, pool, (jnp.arange(layers, dtype=jnp.int32), rows))
+
+    compiled: Any = jax.jit(step, donate_argnums=0).lower(pool, rows, batch).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.arrays[0].nbytes
+    assert memory.temp_size_in_bytes < pool.arrays[0].nbytes // layers
+    written, out = compiled(jax.tree.map(jnp.copy, pool), rows, batch)
+    for index in range(layers):
+        own = jax.tree.map(lambda x, i=index: x[i * 1000 : (i + 1) * 1000], (pool, written))
+        cache, alone = layer_step(own[0], rows[index], batch)
+        np.testing.assert_array_equal(np.asarray(own[1].arrays[0]), np.asarray(cache.arrays[0]))
+        assert_rows_close(out[index], np.asarray(alone))
+
+
 BROKEN_BATCHES: dict[str, Callable[[ip.Batch], dict[str, Any]]] = {
     "padding is written": lambda batch: {"slots": np.maximum(batch.slots, 0)},
     "slots off by one": lambda batch: {"slots": batch.slots + (batch.slots >= 0)},

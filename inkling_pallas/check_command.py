@@ -63,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         red += _summary(backend, [row[-1] for row in rows])
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
-            name = f"{card_name()}-check-{backend}{'-partial' if options.kind else ''}.json"
+            layout = "" if options.layout == "separate" else f"-{options.layout}"
+            name = f"{card_name()}-check-{backend}{layout}{'-partial' if options.kind else ''}.json"
             write_json(options.out / name, verdicts_as_json(rows, shlex.join(argv)))
     return 1 if red else 0
 

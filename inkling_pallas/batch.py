@@ -25,7 +25,7 @@ _LAST_SLOT = 2**31 - 1
     data_fields=["cu_seqlens_q", "cache_seqlens", "block_table", "slots", "positions"],
     meta_fields=["max_seqlen_q"],
 )
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """What a step needs to know of its sequences; a pytree, whose static part is max_seqlen_q and the shapes.
 

@@ -15,7 +15,7 @@ from inkling_pallas.errors import FLOAT_DTYPES, refuse, require_array, static_in
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout"])
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PagedKVCache:
     """Keys and values in pages, in one of three layouts; a pytree whose leaves are the arrays.
 

@@ -230,6 +230,8 @@ def test_the_ladders_of_a_server_hold_its_limits():
     assert buckets.batch_size == (8, 32, 100)
     assert buckets.max_seqlen_q == (1, 16, 8192)
     assert buckets.max_blocks == (21,)
+    documented = {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "max_model_len": 32768, "block_size": 64}
+    assert len(ip.Buckets.for_server(**documented).variants()) == 59
     tiny = ip.Buckets.for_server(max_num_batched_tokens=1, max_num_seqs=1, max_model_len=1, block_size=16)
     assert tiny.variants() == (ip.Variant(1, 1, 1, 1),)
 

@@ -17,6 +17,7 @@ from inkling_pallas.cache_cases import in_layout
 from inkling_pallas.cases import Case, build
 from inkling_pallas.catalog import small_cases
 from inkling_pallas.check import judge
+from inkling_pallas.dispatch import BACKENDS
 from inkling_pallas.layouts import LAYOUTS
 from inkling_pallas.testing import assert_rows_close
 
@@ -110,6 +111,18 @@ def test_layers_can_be_stacked_and_scanned(layout):
     _, scanned = jax.lax.scan(lambda carry, cache: (carry, attend(cache)), None, stacked)
     np.testing.assert_array_equal(np.asarray(scanned), np.stack([one, one]))
     assert_rows_close(jax.vmap(attend)(stacked), np.stack([one, one]))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layout", COMBINED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_reads_a_layout_or_says_that_it_does_not(backend, layout):
+    case = Case(name="read", kind="decode", q_lens=(1,), kv_lens=(300,), num_kv_heads=1, layout=layout)
+    try:
+        failure = judge(case, backend=backend, interpret=backend != "portable").failure
+    except NotImplementedError as refusal:
+        failure = "" if "layout" in str(refusal) else str(refusal)
+    assert failure == ""
 
 
 def large_ops(compiled: Any, elements: int) -> list[str]:

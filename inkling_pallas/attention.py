@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.call import BatchPlan, check_call, planned_problem
 from inkling_pallas.contents import check_batch_contents
 from inkling_pallas.dispatch import Choice, load_backend, warn_on_fallback
@@ -46,8 +47,8 @@ class _Static(NamedTuple):
 
 def inkling_rel_attention(
     q: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
+    key_cache: jax.Array | PagedKVCache,
+    value_cache: jax.Array | None,
     *,
     block_table: jax.Array,
     cache_seqlens: jax.Array,
@@ -81,8 +82,9 @@ def inkling_rel_attention(
 
     Args:
       q: bf16, f16 or f32 [num_tokens, num_heads, head_dim]; rows of all sequences packed.
-      key_cache: [num_blocks, block_size, num_kv_heads, head_dim] in the dtype of q.
-      value_cache: like key_cache.
+      key_cache: [num_blocks, block_size, num_kv_heads, head_dim] in the dtype of q; or a `PagedKVCache`, which may have
+        another layout.
+      value_cache: like key_cache; None with a PagedKVCache.
       block_table: int32[batch, max_blocks]; page ids. Entries past the live pages are never used.
       cache_seqlens: int32[batch]; keys in the table, those of the q rows included.
       cu_seqlens_q: int32[batch + 1]; row offsets. Rows past its last entry are padding: they give 0 and -inf.

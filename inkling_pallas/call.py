@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.cache import unpack_cache
 from inkling_pallas.dispatch import Choice, choose
 from inkling_pallas.errors import refuse, static_bool
 from inkling_pallas.problem import Lengths, Operands, Problem, Sequences, make_problem
@@ -41,6 +42,8 @@ class Call(NamedTuple):
 
 def check_call(arguments: Mapping[str, Any]) -> Call:
     """Checks the arguments of a call and chooses its backend."""
+    key_cache, value_cache, layout = unpack_cache(arguments["key_cache"], arguments["value_cache"])
+    arguments = {**arguments, "key_cache": key_cache, "value_cache": value_cache}
     given = {name: _as_array(arguments[name]) for name in (*Operands._fields, *Lengths._fields)}
     operands = Operands(*(given[name] for name in Operands._fields))
     lengths = Lengths(*(given[name] for name in Lengths._fields))
@@ -55,7 +58,7 @@ def check_call(arguments: Mapping[str, Any]) -> Call:
         "return_lse",
     )
     problem = make_problem(
-        operands, lengths, bucket=bucket_max_seqlen_q, **{name: arguments[name] for name in static_names}
+        operands, lengths, layout=layout, bucket=bucket_max_seqlen_q, **{name: arguments[name] for name in static_names}
     )
     plan, backend, config = arguments["plan"], arguments["backend"], arguments["config"]
     if plan is not None:

@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from inkling_pallas.cache import PagedKVCache
+
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 # Places that must not matter, by name; `Case.poison` picks those that hold `Case.poison_value`.
 POISON_PLACES = ("page_zero", "unused_pages", "page_tails", "before_window", "padding_rows")
@@ -43,6 +45,8 @@ class Case:
     parts: int = 1  # compute each sequence in so many parts of its keys, and merge
     spike: int | None = None  # rel_logits are 0 but for +8 at this distance
     freed_pages: bool = False  # table entries wholly before the window are -1
+    layout: str = "separate"  # of the cache; another one makes key_cache a PagedKVCache
+    write: bool = False  # the keys and values of the rows are not in the cache yet: write_kv puts them there
     poison: tuple[str, ...] = POISON_PLACES
     poison_value: float = float("nan")
     seed: int = 0
@@ -65,6 +69,11 @@ class Case:
 
 def build(case: Case) -> dict[str, Any]:
     """Returns all arguments of `inkling_rel_attention` for a case, q and the caches included, arrays as NumPy."""
+    arguments = _build_separate(case)
+    return arguments if case.layout == "separate" else put_in_layout(case.layout, arguments)
+
+
+def _build_separate(case: Case) -> dict[str, Any]:
     rng = np.random.default_rng([case.seed, *map(ord, case.name)])
     dtype = DTYPES[case.dtype]
 
@@ -170,7 +179,8 @@ def part_of(arguments: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
 
     The table of the part begins at its first page; what is not its own is garbage there.
     """
-    table, block_size = arguments["block_table"], arguments["key_cache"].shape[1]
+    table, cache = arguments["block_table"], arguments["key_cache"]
+    block_size = cache.block_size if isinstance(cache, PagedKVCache) else cache.shape[1]
     kv_len = arguments["cache_seqlens"].astype(np.int64)
     blocks = -(-kv_len // block_size)
     first, last = blocks * part // parts, blocks * (part + 1) // parts
@@ -186,3 +196,17 @@ def part_of(arguments: dict[str, Any], part: int, parts: int) -> dict[str, Any]:
         out_dtype="float32",
         return_lse=True,
     )
+
+
+def put_in_layout(layout: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call of two separate caches with both as one PagedKVCache, in NumPy."""
+    keys, values = arguments["key_cache"], arguments["value_cache"]
+    if layout == "separate":
+        cache = PagedKVCache.separate(keys, values)
+    elif layout == "packed":
+        cache = PagedKVCache.packed(np.concatenate([keys, values], axis=-1).transpose(0, 2, 1, 3).copy())
+    else:
+        num_blocks, block_size, num_kv_heads, head_dim = keys.shape
+        pairs = np.stack([keys, values], axis=3)
+        cache = PagedKVCache.interleaved(pairs.reshape(num_blocks, block_size, 2 * num_kv_heads, head_dim))
+    return dict(arguments, key_cache=cache, value_cache=None)

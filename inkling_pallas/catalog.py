@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from inkling_pallas.cache_cases import small_write_cases, write_cases
 from inkling_pallas.cases import POISON_PLACES, Case
 
 _GLOBAL, _LOCAL = (-1, -1), (511, 0)
@@ -223,7 +224,7 @@ def full_cases(*, on_card: bool = False) -> tuple[Case, ...]:
     """Returns every case; `on_card` takes the long forms that a CPU would spend minutes on."""
     generators = (
         _prefill, _chunked, _decode, _verify, _windows, _not_causal, _extents, _zero_lengths,
-        _pages, _groups, _head_dims, _freed, _parts, _dtypes, _spikes, _poisons,
+        _pages, _groups, _head_dims, _freed, _parts, _dtypes, _spikes, _poisons, write_cases,
     )  # fmt: skip
     cases = [case for generator in generators for case in generator()]
     return (*cases, *_mixed(on_card))
@@ -254,6 +255,7 @@ def small_cases() -> tuple[Case, ...]:
         Case(name="small_dtype_float16", kind="dtypes", dtype="float16", **plain),
         Case(name="small_spike", kind="spike probe", spike=64, **one),
         Case(name="small_poison_inf", kind="poison", poison_value=float("inf"), **two),
+        *small_write_cases(),
     )
 
 

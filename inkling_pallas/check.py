@@ -8,6 +8,8 @@ import jax
 import numpy as np
 
 from inkling_pallas.attention import inkling_rel_attention
+from inkling_pallas.cache import unpack_cache, write_kv
+from inkling_pallas.cache_cases import before_write
 from inkling_pallas.cases import Case, build, part_of, sequence_alone
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.relative import merge_partials
@@ -71,13 +73,15 @@ def _judge(case: Case, operator: Operator, how: dict[str, Any]) -> Verdict:
     call = build(case)
     expected, expected_lse = reference_rel_attention(**call, return_lse=True)
     limit = error_limit(row_errors(baseline_rel_attention(**call), expected), case.dtype)
+    given, write_failure = _write_rows(case, call) if case.write else (call, "")
     some = np.unique(np.linspace(0, max(0, case.num_tokens - 1), _MARGIN_TOKENS).astype(int))
     no_bias = reference_rel_attention(**dict(call, rel_logits=np.zeros_like(call["rel_logits"])), tokens=some)
-    out, lse = _run(case, call, operator, how)
+    out, lse = _run(case, given, operator, how)
     row_error = _worst(row_errors(out, expected))
     lse_error = _worst(lse_errors(lse, expected_lse, case.dtype))
-    alone_error = 0.0 if case.parts > 1 else _alone_error(call, expected, operator, how)
+    alone_error = 0.0 if case.parts > 1 else _alone_error(given, expected, operator, how)
     failures = {
+        write_failure: bool(write_failure),
         f"row error {row_error:.3g} over the limit {limit:.3g}": row_error > limit,
         f"LSE error {lse_error:.3g} times its limit": lse_error > 1,
         f"a sequence alone has row error {alone_error:.3g} over the limit {limit:.3g}": alone_error > limit,
@@ -91,6 +95,21 @@ def _judge(case: Case, operator: Operator, how: dict[str, Any]) -> Verdict:
         alone_error=alone_error,
         failure="; ".join(text for text, failed in failures.items() if failed),
     )
+
+
+def _write_rows(case: Case, call: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the call with a cache that `write_kv` has completed, and what is wrong with that cache, if anything."""
+    written = jax.jit(write_kv)(*before_write(case))
+    wanted = unpack_cache(call["key_cache"], call["value_cache"])[:2]
+    wrong = sum(np.count_nonzero(_bits(a) != _bits(b)) for a, b in zip(written.arrays, wanted, strict=False))
+    failure = f"write_kv left {wrong} elements of the cache wrong" if wrong else ""
+    return dict(call, key_cache=written, value_cache=None), failure
+
+
+def _bits(array: Any) -> np.ndarray:
+    """Returns the elements as integers, so that NaN equals itself."""
+    array = np.asarray(array)
+    return array.view(f"uint{8 * array.itemsize}")
 
 
 def _worst(errors: np.ndarray) -> float:

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 
+from inkling_pallas.cache_cases import in_layout
 from inkling_pallas.catalog import full_cases, kinds, small_cases
 from inkling_pallas.check import Verdict, judge
 from inkling_pallas.console import progress, table
 from inkling_pallas.contract import CONTRACT_CHECKS, ContractError
 from inkling_pallas.dispatch import machine_backends
+from inkling_pallas.layouts import LAYOUTS
 from inkling_pallas.results import card_name, describe_run, write_json
 from inkling_pallas.splits import device_capability
 
@@ -27,6 +29,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--kind", help="only cases of this kind, for example 'decode'")
     p.add_argument("--backend", help="only this backend")
+    p.add_argument(
+        "--layout", choices=LAYOUTS, default="separate", help="of the caches; write_kv cases come in every layout"
+    )
     p.add_argument("--out", type=Path, help="folder for the verdicts as JSON, one file per backend")
     p.add_argument("--quiet", action="store_true", help="list only cases that are red or refused")
     return p
@@ -37,6 +42,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     on_card = device_capability() is not None
     cases = full_cases(on_card=on_card) if options.full else small_cases()
+    cases = in_layout(cases, options.layout)
     known = (*kinds(cases), *CONTRACT_CHECKS)
     if options.kind and options.kind not in known:
         print(f"check: --kind must be one of {', '.join(known)}; got {options.kind!r}.")
@@ -57,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         red += _summary(backend, [row[-1] for row in rows])
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
-            name = f"{card_name()}-check-{backend}{'-partial' if options.kind else ''}.json"
+            layout = "" if options.layout == "separate" else f"-{options.layout}"
+            name = f"{card_name()}-check-{backend}{layout}{'-partial' if options.kind else ''}.json"
             write_json(options.out / name, verdicts_as_json(rows, shlex.join(argv)))
     return 1 if red else 0
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from inkling_pallas.errors import FLOAT_DTYPES, describe, refuse, require_array, static_bool, static_int
+from inkling_pallas.layouts import AXES, HEAD_AXIS, CacheDims, cache_dims
 
 # Lengths from outside are clipped to this before they are added or subtracted, so that no int32 can wrap around.
 LENGTH_LIMIT = 2**29
@@ -45,6 +46,7 @@ class Problem:
     dtype: str
     out_dtype: str
     return_lse: bool
+    layout: str = "separate"  # of the cache: one of layouts.LAYOUTS
 
     @property
     def group(self) -> int:
@@ -76,10 +78,15 @@ class Operands(NamedTuple):
 
     q: jax.Array
     key_cache: jax.Array
-    value_cache: jax.Array
+    value_cache: jax.Array | None  # None: key_cache holds the values, too, as problem.layout says
     block_table: jax.Array
     rel_logits: jax.Array
     out: jax.Array | None
+
+    @property
+    def cache_arrays(self) -> tuple[jax.Array, ...]:
+        """The array or the two arrays of the cache."""
+        return (self.key_cache,) if self.value_cache is None else (self.key_cache, self.value_cache)
 
 
 class Sequences(NamedTuple):
@@ -117,29 +124,35 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
     return left, 0 if causal else right
 
 
-def _require_floats(q: Any, key_cache: Any, value_cache: Any) -> None:
+def _require_floats(q: Any, key_cache: Any, value_cache: Any, layout: str) -> CacheDims:
+    """Returns the dims of the cache after checking it and q."""
     if not hasattr(q, "dtype") or np.dtype(q.dtype).name not in FLOAT_DTYPES:
         got = np.dtype(q.dtype).name if hasattr(q, "dtype") else type(q).__name__
         raise refuse("q", "be an array of bfloat16, float16 or float32", got, "Cast it with .astype().")
     dtype = np.dtype(q.dtype).name
     require_array("q", q, ("num_tokens", "num_heads", "head_dim"), dtype, "Pack the rows of all sequences on axis 0.")
-    shape = ("num_blocks", "block_size", "num_kv_heads", q.shape[2])
+    shape = (*AXES[layout][:3], 2 * q.shape[2] if layout == "packed" else q.shape[2])
     require_array("key_cache", key_cache, shape, dtype, "head_dim and dtype are those of q.")
-    require_array("value_cache", value_cache, tuple(key_cache.shape), dtype, "It has the shape and dtype of key_cache.")
-    num_heads, num_kv_heads = q.shape[1], key_cache.shape[2]
+    if layout == "separate":
+        advice = "It has the shape and dtype of key_cache."
+        require_array("value_cache", value_cache, tuple(key_cache.shape), dtype, advice)
+    dims = cache_dims(layout, key_cache.shape)
+    num_heads, num_kv_heads = q.shape[1], dims.num_kv_heads
     if num_kv_heads < 1 or num_heads % num_kv_heads or num_heads < 1:
         raise refuse(
             "num_heads",
             f"be a multiple of num_kv_heads = {num_kv_heads}",
             num_heads,
-            "Check axis 1 of q and axis 2 of key_cache.",
+            f"Check axis 1 of q and axis {HEAD_AXIS[layout]} of key_cache.",
         )
+    return dims
 
 
 def make_problem(
     operands: Operands,
     lengths: Lengths,
     *,
+    layout: str,
     max_seqlen_q: Any,
     bucket: Callable[[int], int],
     softmax_scale: Any,
@@ -155,8 +168,8 @@ def make_problem(
     Raises:
       ValueError: naming the argument, the rule, the value and what to do.
     """
-    q, key_cache, _, block_table, rel_logits, out = operands
-    _require_floats(q, key_cache, operands.value_cache)
+    q, key_cache, value_cache, block_table, rel_logits, out = operands
+    dims = _require_floats(q, key_cache, value_cache, layout)
     dtype = np.dtype(q.dtype).name
     extent = static_int("rel_extent", rel_extent, 1)
     if rel_logits is not None:
@@ -173,11 +186,8 @@ def make_problem(
     return Problem(
         num_tokens=q.shape[0],
         num_heads=q.shape[1],
-        num_kv_heads=key_cache.shape[2],
-        head_dim=q.shape[2],
         batch_size=batch_size,
-        num_blocks=key_cache.shape[0],
-        block_size=key_cache.shape[1],
+        **dims._asdict(),
         max_blocks=block_table.shape[1],
         max_seqlen_q=bucket(static_int("max_seqlen_q", max_seqlen_q, 1)),
         softmax_scale=_static_scale(softmax_scale),
@@ -189,6 +199,7 @@ def make_problem(
         dtype=dtype,
         out_dtype=result_dtype,
         return_lse=static_bool("return_lse", return_lse),
+        layout=layout,
     )
 
 

@@ -51,8 +51,8 @@ def reference_rel_attention(
 
     Args:
       q: float[num_tokens, num_heads, head_dim].
-      key_cache: float[num_blocks, block_size, num_kv_heads, head_dim].
-      value_cache: like key_cache.
+      key_cache: float[num_blocks, block_size, num_kv_heads, head_dim], or a PagedKVCache.
+      value_cache: like key_cache; None with a PagedKVCache.
       block_table: int[batch, max_blocks], page ids.
       cache_seqlens: int[batch], keys in the table.
       cu_seqlens_q: int[batch + 1], row offsets.
@@ -134,7 +134,8 @@ def evaluate(
     total = first_key + cached if total_seqlens is None else np.asarray(total_seqlens, np.int64)
     result = np.zeros((len(rows), q.shape[1], q.shape[2]))
     lse = np.full((len(rows), q.shape[1]), -np.inf)
-    q, rel_logits, key_cache, value_cache = map(np.asarray, (q, rel_logits, key_cache, value_cache))
+    key_cache, value_cache = _keys_and_values(key_cache, value_cache)
+    q, rel_logits = np.asarray(q), np.asarray(rel_logits)
     table = np.asarray(block_table)
     left, right = (np.inf if side == -1 else side for side in window_size)
     reach = 0 if causal else right
@@ -162,6 +163,20 @@ def evaluate(
             steps = _steps(mine, q.shape[1] * max(1, int(cached[b])))
             collections.deque(pool.map(functools.partial(step, b), steps), maxlen=0)
     return result, lse
+
+
+def _keys_and_values(key_cache: Any, value_cache: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both as [num_blocks, block_size, num_kv_heads, head_dim]; key_cache is a PagedKVCache if that is all."""
+    if value_cache is not None:
+        return np.asarray(key_cache), np.asarray(value_cache)
+    arrays = tuple(map(np.asarray, key_cache.arrays))
+    if key_cache.layout == "packed":
+        keys_then_values = arrays[0].transpose(0, 2, 1, 3)
+        head_dim = keys_then_values.shape[-1] // 2
+        return keys_then_values[..., :head_dim], keys_then_values[..., head_dim:]
+    if key_cache.layout == "interleaved":
+        return arrays[0][:, :, 0::2], arrays[0][:, :, 1::2]
+    return arrays[0], arrays[1]
 
 
 def _steps(indices: np.ndarray, scores_per_row: int) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import inkling_pallas
 
 ROOT = Path(__file__).parent.parent
 MODULES = ["inkling_pallas", *(m.name for m in pkgutil.walk_packages(inkling_pallas.__path__, "inkling_pallas."))]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 FUNCTIONS = [name for name in inkling_pallas.__all__ if inspect.isfunction(getattr(inkling_pallas, name))]
 
 
@@ -27,19 +28,21 @@ def run_python_blocks(text: str, name: str) -> None:
         exec(compile("\n" * lines_above + block[1], name, "exec"), namespace)
 
 
-def broken_links(text: str) -> list[str]:
-    """Returns the relative link targets of a Markdown text that name no file of the project."""
+def broken_links(text: str, folder: Path = ROOT) -> list[str]:
+    """Returns the relative link targets of a Markdown text in a folder that name no file of the project."""
     targets = re.findall(r"\]\(([^)#\s]+)", text)
-    return [target for target in targets if "://" not in target and not (ROOT / target).exists()]
+    return [target for target in targets if "://" not in target and not (folder / target).exists()]
 
 
-def test_readme_code_runs():
-    run_python_blocks((ROOT / "README.md").read_text(encoding="utf-8"), "README.md")
+@pytest.mark.parametrize("document", ["README.md", *PAGES])
+def test_the_code_of_a_document_runs(document):
+    run_python_blocks((ROOT / document).read_text(encoding="utf-8"), document)
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES])
 def test_links_lead_to_files(document):
-    assert broken_links((ROOT / document).read_text(encoding="utf-8")) == []
+    path = ROOT / document
+    assert broken_links(path.read_text(encoding="utf-8"), path.parent) == []
 
 
 @pytest.mark.parametrize("name", MODULES)

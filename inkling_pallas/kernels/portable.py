@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inkling_pallas.kernels.portable_plan import Config, Plan, plan
+from inkling_pallas.layouts import read_chunks
 from inkling_pallas.problem import Operands, Problem, Sequences
 
 __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
@@ -192,16 +193,11 @@ def _read_tile(
     page = jnp.clip(page[first], 0, problem.num_blocks - 1)
     place = key[first] % problem.block_size // chunk
 
-    def read(cache: jax.Array) -> jax.Array:
-        chunks = cache.reshape(
-            problem.num_blocks, problem.block_size // chunk, chunk, problem.num_kv_heads, problem.head_dim
-        )
-        return chunks[page, place].reshape(*key.shape, problem.num_kv_heads, problem.head_dim)
-
     with jax.named_scope("read_pages"):
-        v = read(operands.value_cache)
+        chunks = read_chunks(problem.layout, operands.cache_arrays, chunk, page, place)
+        k, v = (x.reshape(*key.shape, problem.num_kv_heads, problem.head_dim) for x in chunks)
         # A dead key has weight 0, but 0 * NaN is NaN: its value must go, too.
-        return read(operands.key_cache), jnp.where(live[..., None, None], v, jnp.zeros_like(v)), live
+        return k, jnp.where(live[..., None, None], v, jnp.zeros_like(v)), live
 
 
 def _visible(problem: Problem, position: jax.Array, row: jax.Array, first_key: jax.Array, live: jax.Array) -> jax.Array:

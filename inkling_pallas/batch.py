@@ -54,7 +54,6 @@ class Batch:
     def variant(self) -> Variant:
         """The static sizes."""
         batch_size, max_blocks = self.block_table.shape
-        batch_size, max_blocks = self.block_table.shape
         return Variant(self.num_tokens, batch_size, self.max_seqlen_q, max_blocks)
 
     def arguments(self) -> dict[str, Any]:

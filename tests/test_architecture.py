@@ -15,7 +15,7 @@ LAYERS = (
     ("benchmark", "check_command", "demo"),
     ("ceilings", "check", "contract", "judging", "peers"),
     ("results", "timing", "trace", "workloads"),
-    ("pictures",),
+    ("pictures", "server"),
     ("picture_parts",),
     ("picture_data",),
     ("__init__",),

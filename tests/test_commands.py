@@ -22,6 +22,15 @@ def test_the_demo_is_green(capsys):
     assert "Green" in printed
 
 
+def test_the_demo_draws_and_takes_a_layout(tmp_path, capsys):
+    picture = tmp_path / "overview.png"
+    assert main(["demo", *_QUICK, "--plot", str(picture), "--layout", "interleaved"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {picture}" in capsys.readouterr().out
+    assert main(["demo", *_QUICK, "--plot", str(tmp_path / "missing" / "overview.png")]) == 2
+    assert "No such file or directory" in capsys.readouterr().out
+
+
 def test_a_red_demo_says_so(capsys, monkeypatch):
     monkeypatch.setattr(demo, "error_limit", lambda *_: 1e-9)
     assert main(["demo", *_QUICK]) == 1

@@ -14,12 +14,13 @@ LAYERS = (
     ("__main__",),
     ("benchmark", "check_command", "demo"),
     ("ceilings", "check", "contract", "judging", "peers"),
-    ("results", "timing", "trace", "workloads"),
+    ("results", "timing", "workloads"),
     ("pictures", "server"),
     ("picture_parts",),
     ("picture_data",),
     ("__init__",),
     ("sharding",),
+    ("context",),
     ("attention",),
     ("call",),
     ("dispatch",),
@@ -41,7 +42,7 @@ LAYERS = (
     ("problem",),
     ("cache",),
     ("layouts",),
-    ("console", "errors"),
+    ("console", "errors", "trace"),
 )
 LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in modules}
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}

@@ -11,9 +11,9 @@ from inkling_pallas.errors import refuse
 from inkling_pallas.problem import Problem
 from inkling_pallas.splits import default_device, device_capability
 
-BACKENDS = ("portable",)
+BACKENDS = ("portable", "hopper")
 # Fastest first, by the major compute capability of the default device; any other device takes portable.
-_KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {}
+_KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {9: ("hopper",)}
 
 
 class PortableFallbackWarning(UserWarning):
@@ -52,11 +52,17 @@ def choose(problem: Problem, backend: str, config: Any) -> Choice:
     for name in _candidates(backend):
         module = load_backend(name)
         reason = module.unsupported(problem) or _wrong_config(module, config, name, backend)
+        if reason is None and backend == "auto":
+            reason = getattr(module, "unproven", _proven)(problem)
         if reason is None:
             return Choice(backend=name, config=config or module.choose_config(problem), passed_over=tuple(passed_over))
         passed_over.append((name, reason))
     reasons = " ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise NotImplementedError(f"No backend takes this call. {reasons}")
+
+
+def _proven(problem: Problem) -> None:
+    """Stands for the `unproven` of a backend that has run all it takes on a device."""
 
 
 def _candidates(backend: str) -> tuple[str, ...]:

@@ -351,3 +351,24 @@ def test_shard_map_over_heads():
         lambda x: ip.inkling_rel_attention(**x, **static), mesh=mesh, in_specs=(in_specs,), out_specs=by_head
     )
     chex.assert_trees_all_equal(jax.jit(run)(arrays), ip.inkling_rel_attention(**arrays, **static))
+
+
+def _on_hopper(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_capability", lambda: (9, 0))
+    dispatch._warn_once.cache_clear()
+
+
+def test_auto_takes_the_kernel_on_hopper(monkeypatch):
+    _on_hopper(monkeypatch)
+    decode = Case(name="decode", kind="attention", q_lens=(1, 1), kv_lens=(70, 200))
+    assert ip.explain(**build(decode)).backend == "hopper"
+    refused = ip.explain(**build(dataclasses.replace(decode, dtype="float32")))
+    assert refused.backend == "portable"
+    assert "must have dtype bfloat16 or float16 on Hopper" in refused.passed_over["hopper"]
+
+
+def test_auto_waits_for_a_run_on_a_card(monkeypatch):
+    _on_hopper(monkeypatch)
+    packed = build(Case(name="packed", kind="attention", q_lens=(1, 1), kv_lens=(70, 200), layout="packed"))
+    assert "has not run on a card yet" in ip.explain(**packed).passed_over["hopper"]
+    assert ip.explain(**packed, backend="hopper").backend == "hopper"

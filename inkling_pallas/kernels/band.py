@@ -1,0 +1,58 @@
+"""Bias tiles: the block of rel_logits that a KV tile can need. The only reader of rel_logits.
+
+A score tile needs `rel_logits[row, head, first_pos + token - key]`. The block that holds it starts at a distance
+rounded down to 8, the alignment that a copy asks for; reading it element by element shifts and reverses it. Distances
+before 0 and past the extent are zeros: the copy engine fills them in.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.tiling import Tiling
+
+_ALIGNMENT = 8  # elements of 16 bit in 16 bytes
+
+
+def pad_for_interpreter(rel_logits: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns rel_logits, when interpreting with zeros on the left.
+
+    The interpreter does not fill in what lies before an array.
+    """
+    if not tiling.interpret:
+        return rel_logits
+    return jnp.pad(rel_logits, ((0, 0), (0, 0), (tiling.band_width, 0)))
+
+
+def _start(piece: Piece, tile: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns the distance at which the block of a tile starts."""
+    lowest = piece.first_pos - tile * tiling.block_kv - (tiling.block_kv - 1)
+    return lax.shift_left(lax.shift_right_arithmetic(lowest, 3), 3)
+
+
+def fetch_block(rel_logits: Any, block_smem: Any, ready: Any, piece: Piece, tile: jax.Array, tiling: Tiling) -> None:
+    """Starts the copy of the bias block of a tile, [token_block, group, band_width]; it arrives once on `ready`."""
+    group, width = tiling.problem.group, tiling.band_width
+    # A block wholly outside is zeros wherever it is; keep it near, so that the interpreter's padding can stand for it.
+    limit = -(-tiling.problem.rel_extent // _ALIGNMENT) * _ALIGNMENT
+    start = jnp.clip(_start(piece, tile, tiling), -width, limit)
+    if tiling.interpret:
+        start = start + width
+    source = rel_logits.at[pl.ds(piece.row, tiling.token_block), pl.ds(piece.head * group, group), pl.ds(start, width)]
+    plgpu.copy_gmem_to_smem(source, block_smem, ready)
+
+
+def read_tile(block_smem: Any, piece: Piece, tile: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns the bias of a score tile, [block_kv, columns] in the WGMMA layout."""
+    row = mosaic.iota((tiling.columns,), 0, mosaic.WGMMA_COLUMNS)
+    if tiling.rows < tiling.columns:
+        row = jnp.minimum(row, tiling.rows - 1)
+    distance_of_key_0 = piece.first_pos - tile * tiling.block_kv - _start(piece, tile, tiling)
+    starts = row * tiling.band_width + tiling.token_of(row) + distance_of_key_0
+    return mosaic.gather_descending(block_smem, starts, tiling.block_kv, interpret=tiling.interpret)

@@ -1,0 +1,94 @@
+"""Memory and barriers of the decode kernel, and its protocol.
+
+| barrier | arrives | waits | guards |
+|---|---|---|---|
+| table_ready | warpgroup 1, once | warpgroup 0 | smem.table |
+| q_ready, q_free | copy of q; warpgroup 0 | warpgroup 0; warp 2 | smem.q_rows, one piece ahead |
+| k_ready, k_free [stage] | copies of K; warpgroup 0 | warpgroup 0; warp 0 | smem.k[stage], smem.band[stage] |
+| band_ready [stage] | copy of rel_logits, biased tiles only | warpgroup 0 | smem.band[stage] |
+| v_ready, v_free [stage] | copies of V; warpgroup 0 | warpgroup 0; warp 1 | smem.v[stage] |
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels.tiling import Tiling
+
+
+class Gmem(NamedTuple):
+    """Arrays in global memory; caches in chunks, outputs as rows of one head."""
+
+    q: Any
+    key: Any
+    value: Any
+    block_table: Any
+    rel_logits: Any
+    table: Any
+
+
+class Results(NamedTuple):
+    """Outputs in global memory."""
+
+    part_out: Any
+    part_lse: Any
+    out: Any
+    lse: Any
+
+
+class Smem(NamedTuple):
+    """Buffers of a CTA."""
+
+    table: Any
+    q_rows: Any  # as copied
+    q: Any  # as a matrix operand
+    weights: Any
+    k: Any
+    v: Any
+    band: Any
+
+
+class Barriers(NamedTuple):
+    """See the module's table."""
+
+    table_ready: Any
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    band_ready: Any
+    v_ready: Any
+    v_free: Any
+
+
+def smem_types(tiling: Tiling) -> Smem:
+    """Returns the buffers of a CTA as scratch types."""
+    problem, stages = tiling.problem, tiling.num_stages
+    dtype, head_dim = jnp.dtype(problem.dtype), problem.head_dim
+    block = (tiling.token_block, problem.group)
+    return Smem(
+        table=plgpu.SMEM((7, problem.batch_size), jnp.int32),
+        q_rows=plgpu.SMEM((*block, head_dim), dtype),
+        q=mosaic.swizzled((tiling.columns, head_dim), dtype),
+        weights=mosaic.swizzled((tiling.columns, tiling.block_kv), dtype),
+        k=mosaic.swizzled((stages, tiling.block_kv, head_dim), dtype),
+        v=mosaic.swizzled((stages, tiling.block_kv, head_dim), dtype),
+        band=plgpu.SMEM((stages, *block, tiling.band_width), dtype),
+    )
+
+
+def barrier_types(tiling: Tiling) -> Barriers:
+    """Returns the barriers of a CTA as scratch types."""
+    stages, copies = tiling.num_stages, tiling.block_kv // tiling.chunk
+    return Barriers(
+        table_ready=plgpu.Barrier(),
+        q_ready=plgpu.Barrier(),
+        q_free=plgpu.Barrier(),
+        k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        k_free=plgpu.Barrier(num_barriers=stages),
+        band_ready=plgpu.Barrier(num_barriers=stages),
+        v_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        v_free=plgpu.Barrier(num_barriers=stages),
+    )

@@ -1,0 +1,164 @@
+"""Assembly and launch for sm_90: what is supported, with which tiles, and the kernels of a call in order."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inkling_pallas.kernels import band, buffers, combine, decode, mosaic, pages, schedule
+from inkling_pallas.kernels.tiling import Tiling
+from inkling_pallas.problem import Operands, Problem, Sequences
+
+_SMEM_BYTES = 227 * 1024
+_SMEM_ALIGNMENT = 1024
+_MAX_ROWS = 256  # packed query rows of a sequence per kv head
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM)."""
+
+    block_kv: int
+    num_stages: int
+    num_ctas: int = 132
+
+
+def _tiling(problem: Problem, config: Config, interpret: bool = False) -> Tiling:
+    return Tiling(
+        problem=problem,
+        block_kv=config.block_kv,
+        num_stages=config.num_stages,
+        num_ctas=config.num_ctas,
+        interpret=interpret,
+    )
+
+
+def _fits(tiling: Tiling) -> bool:
+    """True if the buffers fit a CTA's shared memory, each aligned as the compiler aligns it."""
+    types = jax.tree.leaves(buffers.smem_types(tiling), is_leaf=lambda x: hasattr(x, "shape"))
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in types]
+    used = sum(-(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT for size in sizes)
+    return used + 2 * _SMEM_ALIGNMENT + 2048 <= _SMEM_BYTES
+
+
+def _candidates(problem: Problem) -> list[Config]:
+    """Returns configurations from the fastest on.
+
+    Large copies are better, but not where large tiles leave CTAs without one, or many columns fill the registers
+    with scores.
+    """
+    shapes = [(128, 3), (64, 6), (128, 2), (64, 5), (64, 4), (64, 3), (64, 2)]
+    configs = [Config(block_kv=block_kv, num_stages=stages) for block_kv, stages in shapes]
+    tilings = [_tiling(problem, config) for config in configs]
+    small = tilings[0].columns > 32 or _most_tiles(tilings[0]) <= tilings[0].num_ctas
+    return [c for c, t in zip(configs, tilings, strict=True) if _fits(t) and (t.block_kv == 64 or not small)]
+
+
+def _most_tiles(tiling: Tiling) -> int:
+    """Returns how many tiles the static facts allow at most."""
+    problem = tiling.problem
+    keys = problem.max_kv_len
+    if problem.window_left is not None:
+        keys = min(keys, problem.window_left + problem.max_seqlen_q)
+    return problem.batch_size * problem.num_kv_heads * tiling.token_blocks * -(-keys // tiling.block_kv)
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Returns why this backend does not take a problem, or None if it does."""
+    p, portable = problem, 'Use backend="portable".'
+    wide = p.max_seqlen_q * p.group
+    rules: list[tuple[bool, str]] = [
+        (p.causal, "causal must be True on Hopper; got False."),
+        (p.dtype in ("bfloat16", "float16"), f"q must have dtype bfloat16 or float16 on Hopper; got {p.dtype}."),
+        (p.head_dim in (64, 128, 256), f"head_dim must be 64, 128 or 256 on Hopper; got {p.head_dim}."),
+        (p.group <= 16, f"num_heads / num_kv_heads must be at most 16 on Hopper; got {p.group}."),
+        (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Hopper; got {p.block_size}."),
+        (p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Hopper; got {p.rel_extent}."),
+        (
+            wide <= _MAX_ROWS,
+            f"max_seqlen_q times the group size {p.group} must be at most {_MAX_ROWS} on Hopper; got {wide}.",
+        ),
+        (not p.is_empty, "the batch and the cache must not be empty on Hopper; got an empty shape."),
+    ]
+    for holds, sentence in rules:
+        if not holds:
+            return f"{sentence} {portable}"
+    if not _candidates(problem):
+        return f"batch_size must leave room for its lengths in shared memory on Hopper; got {p.batch_size}. {portable}"
+    return None
+
+
+def unproven(problem: Problem) -> str | None:
+    """Returns why `auto` does not take a problem yet that the kernel should be able to do, or None."""
+    if problem.layout == "separate":
+        return None
+    return f"the cache layout {problem.layout!r} was interpreted and compiled here, but has not run on a card yet."
+
+
+def choose_config(problem: Problem) -> Config:
+    """Returns the first configuration that fits; the order is that of measurements on an H200."""
+    return _candidates(problem)[0]
+
+
+def plan(problem: Problem, config: Config, sequences: Sequences) -> jax.Array:
+    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work."""
+    return schedule.pack_table(_tiling(problem, config), sequences)
+
+
+def attend(
+    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: jax.Array, interpret: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns attention and, if asked for, its log-sum-exp. See `inkling_rel_attention`.
+
+    Returns:
+      out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
+    """
+    del sequences  # They are in the plan.
+    tiling = _tiling(problem, config, bool(interpret))
+    shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
+    rows = problem.num_tokens * problem.num_heads
+    out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
+    initial = [out.reshape(rows, problem.head_dim)] + [lax.empty((rows, 1), jnp.float32)] * problem.return_lse
+    part_out, part_lse, outputs = _attend_pieces(operands, plan, initial, tiling, interpret)
+    if not tiling.whole_units:
+        outputs = combine.merge_pieces(part_out, part_lse, plan, outputs, tiling, interpret)
+    return outputs[0].reshape(shape), outputs[1].reshape(shape[:2]) if problem.return_lse else None
+
+
+def _attend_pieces(
+    operands: Operands, table: jax.Array, initial: list[jax.Array], tiling: Tiling, interpret: Any
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+    """Launches the first kernel; returns its partial results and the outputs."""
+    parts = tiling.slots * tiling.rows
+    gmem = buffers.Gmem(
+        q=operands.q,
+        key=pages.split_pages(operands.cache_arrays[0], tiling),
+        value=pages.split_pages(operands.cache_arrays[-1], tiling),
+        block_table=operands.block_table,
+        rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
+        table=table,
+    )
+    refs = [jax.new_ref(x) for x in initial]
+
+    def attend_pieces(*refs: Any, smem: Any, bars: Any) -> None:
+        inputs, (out, *lse), part = refs[: len(buffers.Gmem._fields)], refs[len(buffers.Gmem._fields) : -2], refs[-2:]
+        decode.program(
+            buffers.Gmem(*inputs), buffers.Results(part[0], part[1], out, lse[0] if lse else None), smem, bars, tiling
+        )
+
+    part_out, part_lse = mosaic.kernel(
+        attend_pieces,
+        interpret=interpret,
+        out_type=[
+            jax.ShapeDtypeStruct((parts, tiling.problem.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((parts, 1), jnp.float32),
+        ],
+        grid=(tiling.num_ctas,),
+        grid_names=("cta",),
+        num_threads=2,
+        scratch_types={"smem": buffers.smem_types(tiling), "bars": buffers.barrier_types(tiling)},
+    )(*gmem, *refs)
+    return part_out, part_lse, tuple(jax.freeze(ref) for ref in refs)

@@ -1,0 +1,213 @@
+"""What Pallas does not offer: inline code, the interpreter's seams, layouts.
+
+With `inline`, the only user of Mosaic's internals.
+
+Each piece of inline code stands behind one function here, with a plain-jnp twin for the interpreter. A register
+array's `layout` says which thread holds which element; index arrays have the layout of the values that they move.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import inline, scan
+
+WGMMA = plgpu.Layout.WGMMA
+_PLGPU: Any = plgpu  # Its type stubs lack some public names.
+WGMMA_COLUMNS = WGMMA.reduce(0)
+THREADS = inline.THREADS
+_SWIZZLE: Any = (_PLGPU.TilingTransform((8, 64)), _PLGPU.SwizzleTransform(128))
+_SWIZZLED = plgpu.RefType(_SWIZZLE)
+_PLAIN = plgpu.RefType()
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def strided(shape: tuple[int, ...], vec_size: int = 1) -> Any:
+    """Returns the layout in which consecutive threads hold consecutive vectors of `vec_size` elements."""
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=vec_size)
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
+    """Returns int32 indices along one axis in a register layout."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
+
+
+def full(shape: tuple[int, ...], value: float, dtype: Any, layout: Any) -> jax.Array:
+    """Returns a constant in a register layout."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the SMEM type of a matrix operand: tiles of 8 x 64 16-bit elements with the 128-byte swizzle."""
+    return plgpu.SMEM(shape, dtype, transforms=_SWIZZLE)
+
+
+def kernel(body: Any, *, interpret: Any, **kwargs: Any) -> Any:
+    """Returns `plgpu.kernel` with this package's compiler parameters.
+
+    `interpret` is a bool or the interpreter's parameters.
+    """
+    if interpret is True:
+        interpret = plgpu.InterpretGPUParams()
+    params = plgpu.CompilerParams(approx_math=True)
+    return plgpu.kernel(body, compiler_params=params, interpret=interpret or None, thread_name="wg", **kwargs)
+
+
+def wait_for_previous_kernel(*, interpret: bool) -> None:
+    """Waits until the kernel before this one in the stream is complete; a kernel may be launched before that."""
+    if not interpret:
+        plgpu.griddepcontrol_wait()
+
+
+def let_next_kernel_launch(*, interpret: bool) -> None:
+    """Lets the next kernel's blocks start on SMs with room; they still wait for this kernel's results."""
+    if not interpret:
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def matmul(
+    a: Any, b: Any, *, rows: int, columns: int, meanwhile: Callable[[], Any] = lambda: None
+) -> tuple[jax.Array, Any]:
+    """Returns a @ b of two SMEM operands, float32[rows, columns] in the WGMMA layout, and what `meanwhile` returns."""
+
+    def product(acc: Any) -> tuple[jax.Array, Any]:
+        plgpu.wgmma(acc, a, b)
+        other = meanwhile()
+        return acc[...], other
+
+    return pl.run_scoped(product, _PLGPU.ACC((rows, columns), jnp.float32))
+
+
+def matmul_onto(acc: jax.Array, a: Any, b: Any, *, interpret: bool) -> jax.Array:
+    """Returns acc + a @ b of two SMEM operands; the interpreter cannot start an accumulator from a register array."""
+    if interpret:
+        return acc + matmul(a, b, rows=acc.shape[0], columns=acc.shape[1])[0]
+    multiply: Any = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))
+    return multiply(_PLGPU.ACC.init(acc))
+
+
+def read_word(ref: Any, row: Any, column: Any, *, interpret: bool) -> jax.Array:
+    """Returns an int32 scalar from SMEM, also in the code of a single warp, where Pallas cannot read one."""
+    if interpret:
+        return ref[row, column]
+    index = [jnp.asarray(i, jnp.int32) for i in (row, column)]
+    return _inline(scan.load_word, (_PLAIN, _SCALAR, _SCALAR), ref, *index, result=_result((), jnp.int32, _SCALAR))
+
+
+def gather(
+    ref: Any, rows: jax.Array, columns: jax.Array, *, layout: Any, vectors: inline.Vectors = "separate", interpret: bool
+) -> jax.Array:
+    """Returns ref[rows, columns] element by element, where ref's leading axes count as one.
+
+    Args:
+      ref: plain (untiled) SMEM or GMEM.
+      rows: int32, in bounds.
+      columns: int32 of the same shape, in bounds.
+      layout: of rows, columns and the result.
+      vectors: whether the elements of a register vector lie anywhere in ref, are neighbours there, or are all
+        one element.
+      interpret: use the twin.
+    """
+    if interpret:
+        return ref[...].reshape(-1, ref.shape[-1])[rows, columns]
+    code = functools.partial(inline.gather, vectors=vectors)
+    return _inline(code, (_PLAIN, layout, layout), ref, rows, columns, result=_result(rows.shape, ref.dtype, layout))
+
+
+def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool) -> jax.Array:
+    """Returns [keys, columns] in the WGMMA layout with element (k, c) at flat position starts[c] - k of plain SMEM.
+
+    Args:
+      ref: plain (untiled) SMEM.
+      starts: int32[columns] in the reduced WGMMA layout.
+      keys: a multiple of 64.
+      interpret: use the twin.
+    """
+    shape = (keys, starts.shape[0])
+    if interpret:
+        key = lax.broadcasted_iota(jnp.int32, shape, 0)
+        return ref[...].reshape(-1)[lax.broadcast_in_dim(starts, shape, (1,)) - key]
+    code = functools.partial(inline.gather_descending, shape=shape)
+    return _inline(code, (_PLAIN, WGMMA_COLUMNS), ref, starts, result=_result(shape, ref.dtype, WGMMA))
+
+
+def scatter(
+    ref: Any, rows: jax.Array, columns: jax.Array, x: jax.Array, *, layout: Any, vectors: inline.Vectors = "separate"
+) -> None:
+    """Writes ref[rows, columns] = x element by element, skipping negative rows; on the card only. See `gather`."""
+    code = functools.partial(inline.scatter, vectors=vectors, swizzled=False)
+    _inline(code, (_PLAIN, layout, layout, layout), ref, rows, columns, x)
+
+
+def scatter_columns(ref: Any, rows: jax.Array, x: jax.Array) -> None:
+    """Writes ref[rows[c]] = x[:, c] of a [width, columns] WGMMA array, skipping negative rows; on the card only.
+
+    Args:
+      ref: GMEM [.., width].
+      rows: int32[columns] in the reduced WGMMA layout.
+      x: of ref's dtype.
+    """
+    _inline(inline.scatter_columns, (_PLAIN, WGMMA_COLUMNS, WGMMA), ref, rows, x)
+
+
+def store_operand(ref: Any, x: jax.Array, *, layout: Any, interpret: bool) -> None:
+    """Writes a register array, whose vectors lie in a row, over a whole matrix operand in SMEM (`swizzled`)."""
+    if interpret:
+        ref[...] = x
+        return
+    rows, columns = (iota(x.shape, axis, layout) for axis in (0, 1))
+    code = functools.partial(inline.scatter, vectors="neighbours", swizzled=True)
+    _inline(code, (_SWIZZLED, layout, layout, layout), ref, rows, columns, x)
+
+
+def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:
+    """Writes the transpose of a 16-bit array in the WGMMA layout over a whole matrix operand in SMEM (`swizzled`)."""
+    if interpret:
+        ref[...] = x.T
+    else:
+        _inline(inline.store_transposed, (_SWIZZLED, WGMMA), ref, x)
+
+
+def clear_rows_outside(ref: Any, begin: jax.Array, end: jax.Array, *, interpret: bool) -> None:
+    """Writes zeros over the rows of a matrix operand in SMEM (`swizzled`) that are not in [begin, end)."""
+    if interpret:
+        row = lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        ref[...] = jnp.where((row >= begin) & (row < end), ref[...], jnp.zeros(ref.shape, ref.dtype))
+    else:
+        code = functools.partial(inline.clear_rows_outside, shape=ref.shape)
+        _inline(code, (_SWIZZLED, _SCALAR, _SCALAR), ref, begin, end)
+
+
+def scan_table(source: Any, table: Any, *, batch: int, interpret: bool) -> None:
+    """Copies int32[5, batch] from GMEM to int32[7, batch] in SMEM and scans its rows inclusively.
+
+    Row 4 becomes its running sum; rows 5 and 6 are the running maxima of row 0 + row 1 and of row 4 as it was.
+    """
+    if not interpret:
+        _inline(functools.partial(scan.scan_table, batch=batch), (_PLAIN, _PLAIN), source, table)
+        return
+    for row in range(4):
+        table[row] = source[row]
+    table[4] = jnp.cumsum(source[4], dtype=jnp.int32)
+    table[5] = lax.cummax(source[0] + source[1])
+    table[6] = lax.cummax(source[4])
+
+
+def _result(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+    return plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
+
+
+def _inline(code: Callable[..., Any], types: tuple[Any, ...], *args: Any, result: Any = None) -> Any:
+    """Inlines code(*args); types are the layouts of arrays and the reference types of refs."""
+    # A constant would otherwise reach inline code without registers, and fail there.
+    arrays = [
+        plgpu.layout_cast(arg, kind) if kind not in (_PLAIN, _SWIZZLED, _SCALAR) else arg
+        for arg, kind in zip(args, types, strict=True)
+    ]
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(lambda ctx, *args: code(*args))(*arrays)

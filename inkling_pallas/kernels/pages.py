@@ -1,0 +1,68 @@
+"""KV tiles: from pages to shared memory. The only reader of the block table."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import mosaic, schedule
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.tiling import Tiling
+
+
+def split_pages(cache: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns a view of a cache with the tokens of a page cut into chunks: one more axis, before that of the tokens."""
+    axis = 2 if tiling.problem.layout == "packed" else 1
+    shape = (*cache.shape[:axis], cache.shape[axis] // tiling.chunk, tiling.chunk, *cache.shape[axis + 1 :])
+    return cache.reshape(shape)
+
+
+def _chunk_of(cache: Any, page: Any, place: Any, head: Any, values: bool, tiling: Tiling) -> Any:
+    """Returns the ref [chunk, head_dim] of one kv head's keys or values in any layout."""
+    problem = tiling.problem
+    if problem.layout == "packed":
+        start = problem.head_dim if values else 0
+        return cache.at[page, head, place, :, start : start + problem.head_dim]
+    if problem.layout == "interleaved":
+        head = 2 * head + (1 if values else 0)
+    return cache.at[page, place, :, head]
+
+
+def fetch_tile(
+    cache: Any,
+    block_table: Any,
+    tile_smem: Any,
+    ready: Any,
+    piece: Piece,
+    tile: jax.Array,
+    tiling: Tiling,
+    *,
+    values: bool,
+) -> None:
+    """Starts the copies of one KV tile; each arrives once on `ready`.
+
+    A chunk without a key that some row sees is replaced by the nearest one with such keys, which the cache has at
+    hand, and page ids are clipped into the pool: what they bring is masked.
+    """
+    chunks_per_tile = tiling.block_kv // tiling.chunk
+    chunks_per_page = tiling.problem.block_size // tiling.chunk
+    begin, end = schedule.live_keys(piece.kv_len, piece.tokens, piece.first_pos, window_left=tiling.problem.window_left)
+    last = lax.div(jnp.maximum(end, 1) - 1, tiling.chunk)
+    first = jnp.minimum(lax.div(begin, tiling.chunk), last)
+    chunks = [jnp.clip(tile * chunks_per_tile + i, first, last) for i in range(chunks_per_tile)]
+    pages = [block_table[piece.sequence, lax.div(chunk, chunks_per_page)] for chunk in chunks]
+    for i, (chunk, page) in enumerate(zip(chunks, pages, strict=True)):
+        page = jnp.clip(page, 0, tiling.problem.num_blocks - 1)
+        source = _chunk_of(cache, page, lax.rem(chunk, chunks_per_page), piece.head, values, tiling)
+        plgpu.copy_gmem_to_smem(source, tile_smem.at[slice(i * tiling.chunk, (i + 1) * tiling.chunk)], ready)
+
+
+def clear_dead_rows(tile_smem: Any, begin: jax.Array, end: jax.Array, tiling: Tiling) -> None:
+    """Writes zeros over the rows of a V tile outside [begin, end).
+
+    What a page holds there may be NaN, and 0 * NaN is NaN.
+    """
+    mosaic.clear_rows_outside(tile_smem, begin, end, interpret=tiling.interpret)
+    plgpu.commit_smem()

@@ -1,0 +1,81 @@
+"""Mosaic code for the table of lengths: the scan at the start of each kernel, and reading a word. On the card only."""
+
+from typing import Any
+
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf
+
+from inkling_pallas.kernels.inline import LANES, i32, plain_pointer
+
+# Keeps the loads of this many groups of 32 sequences in flight.
+_UNROLL = 8
+_SCANS = (arith.addi, arith.maxsi, arith.maxsi)
+
+
+def load_word(ref: Any, row: Any, column: Any) -> Any:
+    """Returns the int32 scalar ref[row, column]."""
+    pitch = ir.MemRefType(ref.type).shape[-1]
+    pointer = plain_pointer(ref, utils.memref_ptr(ref), row.registers.item(), column.registers.item(), pitch)
+    word = llvm.load(ir.IntegerType.get_signless(32), pointer)
+    return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
+
+
+def scan_table(source: Any, table: Any, *, batch: int) -> None:
+    """Copies and scans the table as `mosaic.scan_table` says.
+
+    Every warp does the whole of it, 32 sequences at a time by shuffles.
+    """
+    source, table = utils.memref_ptr(source), utils.memref_ptr(table)
+    lane = arith.remui(utils.thread_idx(), i32(LANES))
+    carried = [i32(0)] * len(_SCANS)
+    groups = range(0, batch, LANES)
+    for first in range(0, len(groups), _UNROLL):
+        chunk = groups[first : first + _UNROLL]
+        loaded = [_load_rows(source, arith.addi(lane, i32(start)), batch) for start in chunk]
+        for start, values in zip(chunk, loaded, strict=True):
+            inputs = [values[4], arith.addi(values[0], values[1]), values[4]]
+            scans = [_warp_scan(lane, value, combine) for value, combine in zip(inputs, _SCANS, strict=True)]
+            scans = [combine(value, before) for value, combine, before in zip(scans, _SCANS, carried, strict=True)]
+            carried = [_last_lane(value) for value in scans]
+            _store_rows(table, arith.addi(lane, i32(start)), batch, [*values[:4], *scans])
+
+
+def _load_rows(source: Any, index: Any, batch: int) -> list[Any]:
+    """Returns rows 0..4 of the table at a sequence; work of 0 past the last sequence."""
+    word = ir.IntegerType.get_signless(32)
+    inside = arith.cmpi(arith.CmpIPredicate.ult, index, i32(batch))
+    safe = arith.minui(index, i32(batch - 1))
+    values = [
+        llvm.load(word, utils.getelementptr(source, [arith.addi(safe, i32(row * batch))], word)) for row in range(5)
+    ]
+    return [*values[:4], arith.select(inside, values[4], i32(0))]
+
+
+def _store_rows(table: Any, index: Any, batch: int, values: list[Any]) -> None:
+    word = ir.IntegerType.get_signless(32)
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, index, i32(batch)))
+    with ir.InsertionPoint(branch.then_block):
+        for row, value in enumerate(values):
+            llvm.store(value, utils.getelementptr(table, [arith.addi(index, i32(row * batch))], word))
+        scf.yield_([])
+
+
+def _shuffle(mode: str, value: Any, operand: str) -> Any:
+    word = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(
+        word, [value], f"shfl.sync.{mode}.b32 $0, $1, {operand}, 0xffffffff;", "=r,r", has_side_effects=True
+    )
+
+
+def _last_lane(value: Any) -> Any:
+    return _shuffle("idx", value, "31, 31")
+
+
+def _warp_scan(lane: Any, value: Any, combine: Any) -> Any:
+    """Returns the inclusive scan of a value over the lanes of a warp."""
+    for distance in (1, 2, 4, 8, 16):
+        below = _shuffle("up", value, f"{distance}, 0")
+        takes = arith.cmpi(arith.CmpIPredicate.uge, lane, i32(distance))
+        value = arith.select(takes, combine(value, below), value)
+    return value

@@ -1,0 +1,261 @@
+"""Which part of a batch a CTA works on: integer arithmetic from lengths to tiles, bands and CTAs.
+
+The rows of a sequence are cut into blocks of `token_block` tokens. A *unit* is one such block for one kv head: it
+walks the KV tiles that any of its rows sees. All units of all sequences, one after the other, form a *line* of tiles,
+and CTA c of `num_ctas` takes an equal, contiguous share of it. A *piece* is what a CTA has of one unit; a unit that
+is cut into several pieces needs the combine kernel.
+
+Everything here is plain arithmetic on int32 scalars or arrays, on a device or on the host.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inkling_pallas.kernels.tiling import Tiling
+from inkling_pallas.problem import Sequences
+
+
+class Table(NamedTuple):
+    """Per-sequence facts as rows of one int32[7, batch] in SMEM.
+
+    Rows 0 to 3 are `Sequences`, row 4 the line of one kv head up to and with a sequence, row 5 the largest end of
+    packed rows so far, row 6 the longest part of the line so far.
+    """
+
+    read: Callable[[int, Any], jax.Array]  # (row, sequence) -> int32
+
+    def at(self, row: int, sequence: Any) -> jax.Array:
+        """Returns one word."""
+        return self.read(row, sequence)
+
+
+class Line(NamedTuple):
+    """The line of work and the CTAs that share it: each has `size` tiles, the first `longer` of them one more."""
+
+    length: jax.Array
+    shares: jax.Array
+    size: jax.Array
+    longer: jax.Array
+
+
+class Span(NamedTuple):
+    """A sequence on the line. int32 scalars."""
+
+    sequence: jax.Array
+    row: jax.Array  # first packed row
+    q_len: jax.Array
+    kv_len: jax.Array
+    first_pos: jax.Array
+    first_tile: jax.Array  # of every unit
+    tiles: jax.Array  # of every unit
+    blocks: jax.Array  # live token blocks
+    base: jax.Array  # where it begins on the line
+    unit_length: jax.Array  # of a unit on the line
+
+
+class Piece(NamedTuple):
+    """A run of tiles of one unit. int32 scalars; `first_pos` and `kv_len` are in keys of the block table."""
+
+    sequence: jax.Array
+    head: jax.Array  # kv head
+    row: jax.Array  # first packed row
+    tokens: jax.Array  # live ones
+    kv_len: jax.Array
+    first_pos: jax.Array
+    first_tile: jax.Array  # of the unit
+    begin: jax.Array  # tiles of this piece, counted from the unit's first
+    end: jax.Array
+    tiles: jax.Array  # of the unit
+    base: jax.Array  # where the unit begins on the line
+
+
+def tile_range(
+    kv_len: jax.Array, tokens: jax.Array, first_pos: jax.Array, *, block_kv: int, window_left: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (first tile, tiles) that hold every key which one of `tokens` causal rows sees.
+
+    A unit without any such key has one tile all the same, whose mask is empty, so that its rows are written.
+    """
+    begin, end = live_keys(kv_len, tokens, first_pos, window_left=window_left)
+    last = lax.div(jnp.maximum(end, 1) - 1, block_kv)
+    first = jnp.minimum(lax.div(begin, block_kv), last)
+    return first, last - first + 1
+
+
+def live_keys(
+    kv_len: jax.Array, tokens: jax.Array, first_pos: jax.Array, *, window_left: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns [begin, end) of the keys that some row sees."""
+    end = jnp.maximum(jnp.minimum(kv_len, first_pos + tokens), 0)
+    if window_left is None:
+        return jnp.zeros_like(end), end
+    return jnp.maximum(first_pos - window_left, 0), end
+
+
+def first_biased_tile(first_pos: jax.Array, *, block_kv: int, rel_extent: int) -> jax.Array:
+    """Returns the tile from which on some pair has dist < rel_extent; all tiles before it are far."""
+    return lax.div(jnp.maximum(first_pos - rel_extent + 1, 0), block_kv)
+
+
+def pack_table(tiling: Tiling, sequences: Sequences) -> jax.Array:
+    """Returns int32[5, batch].
+
+    The four facts of `Sequences` and the length of each sequence on the line of one kv head.
+    """
+    problem = tiling.problem
+    _, tiles = tile_range(
+        sequences.kv_len,
+        sequences.q_len,
+        sequences.first_pos,
+        block_kv=tiling.block_kv,
+        window_left=problem.window_left,
+    )
+    blocks = lax.div(sequences.q_len + (tiling.token_block - 1), tiling.token_block)
+    work = blocks if tiling.whole_units else blocks * tiles
+    return jnp.stack([*sequences, work])
+
+
+def make_line(table: Table, tiling: Tiling) -> Line:
+    """Returns the line of a batch. Shares are lengthened until no unit can be cut into more than num_splits pieces."""
+    problem = tiling.problem
+    length = table.at(4, problem.batch_size - 1) * problem.num_kv_heads
+    if problem.num_splits is None or problem.num_splits == 1:
+        return share_line(length, tiling.num_ctas)
+    cuts = problem.num_splits - 1
+    longest = table.at(6, problem.batch_size - 1)
+    share = jnp.maximum(lax.div(longest + (cuts - 2), cuts), 1)
+    return share_line(length, jnp.clip(lax.div(length, share), 1, tiling.num_ctas))
+
+
+def share_line(length: jax.Array, shares: Any) -> Line:
+    """Returns the line cut into equal shares, or into single tiles if there are fewer tiles than shares.
+
+    A static number of shares is worth it: a division by a traced one delays the first copy of the kernel.
+    """
+    few = length < shares
+    size = jnp.where(few, 1, lax.div(length, shares))
+    longer = jnp.where(few, 0, lax.rem(length, shares))
+    return Line(length, jnp.minimum(length, shares), size, longer)
+
+
+def share_start(line: Line, cta: Any) -> jax.Array:
+    """Returns where on the line the share of a CTA starts."""
+    cta = jnp.minimum(cta, line.shares)
+    return cta * line.size + jnp.minimum(cta, line.longer)
+
+
+def share_of(line: Line, position: jax.Array) -> jax.Array:
+    """Returns the CTA whose share holds a position of the line."""
+    in_longer = lax.div(position, line.size + 1)
+    in_shorter = line.longer + lax.div(position - line.longer * (line.size + 1), line.size)
+    return jnp.where(in_longer < line.longer, in_longer, in_shorter)
+
+
+def find_sequence(table: Table, position: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns the sequence that holds a position of the line, by bisection.
+
+    The last one for a position past the end.
+    """
+    batch = tiling.problem.batch_size
+    position = lax.div(position, tiling.problem.num_kv_heads)
+    found = jnp.int32(0)
+    for bit in reversed(range((batch - 1).bit_length())):
+        candidate = found + (1 << bit)
+        before = table.at(4, jnp.minimum(candidate, batch) - 1)
+        found = jnp.where((candidate < batch) & (before <= position), candidate, found)
+    return found
+
+
+def sequence_at(table: Table, sequence: jax.Array, tiling: Tiling) -> Span:
+    """Returns what the units of a sequence share."""
+    problem, block = tiling.problem, tiling.token_block
+    row, q_len, kv_len, first_pos = (table.at(i, sequence) for i in range(4))
+    first_tile, tiles = tile_range(kv_len, q_len, first_pos, block_kv=tiling.block_kv, window_left=problem.window_left)
+    before = jnp.where(sequence == 0, 0, table.at(4, jnp.maximum(sequence - 1, 0)))
+    return Span(
+        sequence=sequence,
+        row=row,
+        q_len=q_len,
+        kv_len=kv_len,
+        first_pos=first_pos,
+        first_tile=first_tile,
+        tiles=tiles,
+        blocks=lax.div(q_len + (block - 1), block),
+        base=before * problem.num_kv_heads,
+        unit_length=jnp.ones_like(tiles) if tiling.whole_units else tiles,
+    )
+
+
+def unit_of(span: Span, unit: jax.Array, tiling: Tiling) -> Piece:
+    """Returns a whole unit of a sequence.
+
+    Heads outermost, so that the token blocks that read the same keys are neighbours.
+    """
+    head, skipped = unit, jnp.zeros_like(unit)
+    if tiling.token_blocks > 1:
+        blocks = jnp.maximum(span.blocks, 1)
+        head, skipped = lax.div(unit, blocks), lax.rem(unit, blocks) * tiling.token_block
+    return Piece(
+        sequence=span.sequence,
+        head=head,
+        row=span.row + skipped,
+        tokens=jnp.minimum(span.q_len - skipped, tiling.token_block),
+        kv_len=span.kv_len,
+        first_pos=span.first_pos + skipped,
+        first_tile=span.first_tile,
+        begin=jnp.zeros_like(unit),
+        end=span.tiles,
+        tiles=span.tiles,
+        base=span.base + unit * span.unit_length,
+    )
+
+
+def unit_at(table: Table, position: jax.Array, tiling: Tiling) -> tuple[Span, Piece]:
+    """Returns the sequence and the whole unit that hold a position of the line."""
+    span = sequence_at(table, find_sequence(table, position, tiling), tiling)
+    return span, unit_of(span, lax.div(position - span.base, span.unit_length), tiling)
+
+
+def for_each_piece(
+    table: Table, cta: jax.Array, tiling: Tiling, body: Callable[[jax.Array, jax.Array, Piece], None]
+) -> jax.Array:
+    """Calls body(pieces before, tiles before, piece) for each piece of a CTA and returns the number of tiles."""
+    line = make_line(table, tiling)
+    start, stop = share_start(line, cta), share_start(line, cta + 1)
+
+    def visit(unit: jax.Array, carry: tuple[jax.Array, jax.Array], span: Span) -> tuple[jax.Array, jax.Array]:
+        index, done = carry
+        piece = unit_of(span, unit, tiling)
+        if not tiling.whole_units:
+            piece = piece._replace(
+                begin=jnp.maximum(start - piece.base, 0), end=jnp.minimum(stop - piece.base, span.tiles)
+            )
+        body(index, done, piece)
+        return index + 1, done + piece.end - piece.begin
+
+    def visit_units(sequence: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        span = sequence_at(table, sequence, tiling)
+        end = jnp.minimum(stop - span.base, span.blocks * tiling.problem.num_kv_heads * span.unit_length)
+        first = lax.div(jnp.maximum(start - span.base, 0), span.unit_length)
+        last = lax.div(end + (span.unit_length - 1), span.unit_length)
+        return lax.fori_loop(first, last, lambda unit, carry: visit(unit, carry, span), carry)
+
+    first = find_sequence(table, start, tiling)
+    last = jnp.where(stop > start, find_sequence(table, stop - 1, tiling), first - 1)
+    return lax.fori_loop(first, last + 1, visit_units, (jnp.int32(0), jnp.int32(0)))[1]
+
+
+def slot_of(cta: Any, piece_ends_unit: Any) -> jax.Array:
+    """Returns where a CTA leaves the partial result of a piece; a CTA has at most one of either kind."""
+    return 2 * cta + jnp.where(piece_ends_unit, 0, 1)
+
+
+def output_row(tiling: Tiling, piece: Piece, row: Any) -> Any:
+    """Returns the row of the result, counted in heads, for a row of a unit. The only map from one to the other."""
+    group, token = tiling.problem.group, tiling.token_of(row)
+    member = row - token * group
+    return (piece.row + token) * tiling.problem.num_heads + piece.head * group + member

@@ -1,0 +1,113 @@
+"""Online softmax on register arrays: pure functions. `_log2` marks logits times log2(e).
+
+A score tile is [keys, columns]: a column is a query row. Scores enter in log2 units, so that every exponential is an
+exp2.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+class State(NamedTuple):
+    """What is known of some query rows after some keys.
+
+    `weight` is kept per (key modulo 64, column) and summed only at the end, which saves a reduction over warps in
+    each tile.
+    """
+
+    acc: jax.Array  # float32[head_dim, columns], sum of weight * value
+    top_log2: jax.Array  # float32[columns], largest score
+    weight: jax.Array  # float32[64, columns], sum of exp2(score - top_log2)
+
+
+def finite(x: jax.Array) -> jax.Array:
+    """Returns x with -inf replaced by 0, so that exp2(-inf - x) is 0 and never NaN."""
+    return jnp.where(x == -jnp.inf, jnp.zeros_like(x), x)
+
+
+def along_keys(x: jax.Array, keys: int) -> jax.Array:
+    """Returns [columns] repeated for each key (or each head_dim element) of a tile."""
+    return lax.broadcast_in_dim(x, (keys, *x.shape), (1,))
+
+
+def scores_log2(products: jax.Array, bias: jax.Array | None, *, scale: float) -> jax.Array:
+    """Returns logits in log2 units; the scale does not multiply the bias."""
+    scores = products * (scale * LOG2_E)
+    return scores if bias is None else scores + bias.astype(jnp.float32) * LOG2_E
+
+
+def mask_tile(scores: jax.Array, key: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+    """Returns scores with -inf where `key`, of the scores' shape, is outside [begin, end) of its column."""
+    begin, end = (along_keys(x, scores.shape[0]) for x in (begin, end))
+    return jnp.where((key >= begin) & (key < end), scores, jnp.full_like(scores, -jnp.inf))
+
+
+def absorb(state: State, scores: jax.Array) -> tuple[State, jax.Array]:
+    """Returns the state rescaled to a tile's scores, without its values, and the tile's weights."""
+    top = jnp.maximum(state.top_log2, scores.max(axis=0))
+    reference = finite(top)
+    decay = jnp.exp2(state.top_log2 - reference)
+    weights = jnp.exp2(scores - along_keys(reference, scores.shape[0]))
+    kept = state.weight.shape[0]
+    parts = [weights[i : i + kept] for i in range(0, scores.shape[0], kept)]
+    weight = functools.reduce(jnp.add, parts, state.weight * along_keys(decay, kept))
+    return State(state.acc * along_keys(decay, state.acc.shape[0]), top, weight), weights
+
+
+def finish(state: State) -> tuple[jax.Array, jax.Array]:
+    """Returns the normalised rows [head_dim, columns] and their log-sum-exp in log2 units.
+
+    0 and -inf for a row without keys.
+    """
+    total = state.weight.sum(axis=0)
+    live = total > 0.0
+    divisor = jnp.where(live, total, jnp.ones_like(total))
+    lse_log2 = jnp.where(live, state.top_log2 + jnp.log2(divisor), jnp.full_like(total, -jnp.inf))
+    return state.acc / along_keys(divisor, state.acc.shape[0]), lse_log2
+
+
+class Merged(NamedTuple):
+    """Partial results so far, all arrays of one shape.
+
+    Sum of 2**(lse - top) * value, largest lse, sum of 2**(lse - top).
+    """
+
+    acc: jax.Array
+    top_log2: jax.Array
+    weight: jax.Array
+
+
+def merge(state: Merged, values: list[jax.Array], lses_log2: list[jax.Array]) -> Merged:
+    """Returns the state with further partial results; an lse of -inf has weight 0."""
+    top = functools.reduce(jnp.maximum, lses_log2, state.top_log2)
+    reference = finite(top)
+    decay = jnp.exp2(state.top_log2 - reference)
+    weights = [jnp.exp2(lse - reference) for lse in lses_log2]
+    terms = [value * weight for value, weight in zip(values, weights, strict=True)]
+    acc = functools.reduce(jnp.add, terms, state.acc * decay)
+    return Merged(acc, top, functools.reduce(jnp.add, weights, state.weight * decay))
+
+
+def finish_merge(state: Merged) -> tuple[jax.Array, jax.Array]:
+    """Returns the merged values and their log-sum-exp in log2 units."""
+    live = state.weight > 0.0
+    divisor = jnp.where(live, state.weight, jnp.ones_like(state.weight))
+    lse_log2 = jnp.where(live, state.top_log2 + jnp.log2(divisor), jnp.full_like(divisor, -jnp.inf))
+    return state.acc / divisor, lse_log2
+
+
+def join(states: list[Merged]) -> Merged:
+    """Returns the merge of several states."""
+    top = functools.reduce(jnp.maximum, [state.top_log2 for state in states])
+    scales = [jnp.exp2(state.top_log2 - finite(top)) for state in states]
+    acc = functools.reduce(jnp.add, [state.acc * scale for state, scale in zip(states, scales, strict=True)])
+    weight = functools.reduce(jnp.add, [state.weight * scale for state, scale in zip(states, scales, strict=True)])
+    return Merged(acc, top, weight)

@@ -1,0 +1,205 @@
+"""The schedule's integer arithmetic against brute force: tiles, shares, pieces and slots."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inkling_pallas.kernels import schedule
+from inkling_pallas.kernels.tiling import MAX_COLUMNS, Tiling
+from inkling_pallas.problem import Problem, Sequences
+
+Piece = collections.namedtuple("Piece", schedule.Piece._fields)  # of ints
+
+
+def make_tiling(batch, *, max_q=1, group=4, window=None, splits=None, ctas=7, block_kv=64):
+    problem = Problem(
+        num_tokens=64,
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=128,
+        batch_size=batch,
+        num_blocks=64,
+        block_size=16,
+        max_blocks=64,
+        max_seqlen_q=max_q,
+        softmax_scale=1.0,
+        causal=True,
+        window_left=window,
+        window_right=0,
+        rel_extent=64,
+        num_splits=splits,
+        dtype="bfloat16",
+        out_dtype="bfloat16",
+        return_lse=False,
+    )
+    return Tiling(problem=problem, block_kv=block_kv, num_stages=2, num_ctas=ctas)
+
+
+def make_table(tiling, q_lens, kv_lens, first_pos=None):
+    """The table of a batch on the host: the plan's five rows, scanned as the kernel scans them."""
+    q_lens, kv_lens = (np.array(x, np.int32) for x in (q_lens, kv_lens))
+    first = kv_lens - q_lens if first_pos is None else np.array(first_pos, np.int32)
+    starts = np.concatenate([[0], np.cumsum(q_lens)[:-1]]).astype(np.int32)
+    rows = np.asarray(schedule.pack_table(tiling, Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, first)))))
+    scanned = [np.cumsum(rows[4]), np.maximum.accumulate(rows[0] + rows[1]), np.maximum.accumulate(rows[4])]
+    words = np.stack([*rows[:4], *scanned]).astype(np.int32)
+    return schedule.Table(lambda row, sequence: jnp.int32(words[row, int(sequence)]))
+
+
+def all_pieces(table, tiling):
+    """The pieces of every CTA, as lists of Piece of ints, in the kernel's order."""
+    collected = []
+    with jax.disable_jit():
+        for cta in range(tiling.num_ctas):
+            mine = []
+            schedule.for_each_piece(
+                table,
+                jnp.int32(cta),
+                tiling,
+                lambda index, done, piece, mine=mine: mine.append(Piece(*map(int, piece))),
+            )
+            collected.append(mine)
+    return collected
+
+
+def visible(q_len, kv_len, first_pos, window):
+    """Keys that some row sees."""
+    return {
+        j
+        for i in range(q_len)
+        for j in range(kv_len)
+        if j <= first_pos + i and (window is None or j >= first_pos + i - window)
+    }
+
+
+@given(
+    q_len=st.integers(1, 9),
+    kv_len=st.integers(0, 200),
+    shift=st.integers(-300, 300),
+    window=st.none() | st.integers(0, 150),
+    block_kv=st.sampled_from([64, 128]),
+)
+@settings(max_examples=150)
+def test_tiles_hold_every_visible_key_and_no_more(q_len, kv_len, shift, window, block_kv):
+    first_pos = kv_len - q_len + shift
+    arguments = [jnp.int32(x) for x in (kv_len, q_len, first_pos)]
+    first, tiles = schedule.tile_range(*arguments, block_kv=block_kv, window_left=window)
+    begin, end = (int(x) for x in schedule.live_keys(*arguments, window_left=window))
+    keys = visible(q_len, kv_len, first_pos, window)
+    assert tiles >= 1
+    assert first >= 0
+    assert first * block_kv < max(kv_len, 1)
+    if keys:
+        assert (int(first), int(first + tiles) - 1) == (min(keys) // block_kv, max(keys) // block_kv)
+        assert (begin, end) == (min(keys), max(keys) + 1)
+    else:
+        assert tiles == 1
+        assert begin >= end
+
+
+@given(first_pos=st.integers(-50, 900), extent=st.sampled_from([8, 64, 128, 512]), block_kv=st.sampled_from([64, 128]))
+@settings(max_examples=100)
+def test_far_tiles_are_those_without_a_distance_inside_the_extent(first_pos, extent, block_kv):
+    first = int(schedule.first_biased_tile(jnp.int32(first_pos), block_kv=block_kv, rel_extent=extent))
+    far = [t for t in range(20) if first_pos - (t * block_kv + block_kv - 1) >= extent]
+    assert first == len(far)
+
+
+@given(length=st.integers(0, 400), ctas=st.integers(1, 40))
+@settings(max_examples=60)
+def test_shares_are_equal_and_a_position_finds_its_own(length, ctas):
+    line = schedule.share_line(jnp.int32(length), ctas)
+    starts = np.asarray(schedule.share_start(line, jnp.arange(ctas + 1)))
+    assert (starts[0], starts[-1]) == (0, length)
+    sizes = np.diff(starts)[: min(length, ctas)]
+    assert sizes.size == 0 or sizes.max() - sizes.min() <= 1
+    if length:
+        positions = np.arange(length)
+        owners = np.asarray(schedule.share_of(line, jnp.asarray(positions)))
+        assert ((starts[owners] <= positions) & (positions < starts[owners + 1])).all()
+
+
+BATCHES = {
+    "even": {"q_lens": (1, 1, 1), "kv_lens": (700, 700, 700)},
+    "skewed": {"q_lens": (1, 1, 1, 1), "kv_lens": (1, 900, 64, 65)},
+    "one": {"q_lens": (1,), "kv_lens": (900,)},
+    "empty rows": {"q_lens": (0, 1, 0, 2, 0), "kv_lens": (50, 0, 0, 129, 9), "max_q": 2},
+    "nothing": {"q_lens": (0, 0), "kv_lens": (5, 0)},
+    "token blocks": {"q_lens": (16, 3, 9), "kv_lens": (300, 3, 200), "max_q": 16, "group": 16},
+    "window": {"q_lens": (4, 1, 2), "kv_lens": (500, 700, 30), "max_q": 4, "window": 127},
+    "parts": {"q_lens": (1, 2, 1), "kv_lens": (100, 64, 0), "max_q": 2, "first_pos": (500, -3, 7), "window": 63},
+}
+
+
+@pytest.mark.parametrize("ctas", [1, 4, 7, 40])
+@pytest.mark.parametrize("splits", [None, 1, 2, 3])
+@pytest.mark.parametrize("name", BATCHES)
+def test_pieces_cover_every_unit_once_and_in_order(name, splits, ctas):
+    facts = dict(BATCHES[name])
+    lengths = [facts.pop("q_lens"), facts.pop("kv_lens"), facts.pop("first_pos", None)]
+    tiling = make_tiling(len(lengths[0]), splits=splits, ctas=ctas, **facts)
+    pieces = all_pieces(make_table(tiling, *lengths), tiling)
+    block = tiling.token_block
+    expected = {
+        (b, head, token // block) for b, q_len in enumerate(lengths[0]) for head in range(2) for token in range(q_len)
+    }
+    starts = np.concatenate([[0], np.cumsum(lengths[0])])
+    parts = {}
+    for cta, mine in enumerate(pieces):
+        for piece in mine:
+            assert piece.end > piece.begin
+            assert 0 < piece.tokens <= block
+            unit = (piece.sequence, piece.head, (piece.row - starts[piece.sequence]) // block)
+            parts.setdefault(unit, []).append((cta, piece))
+    assert set(parts) == expected
+    for cut in parts.values():
+        assert [piece.begin for _, piece in cut] == [0, *(piece.end for _, piece in cut[:-1])]
+        assert cut[-1][1].end == cut[-1][1].tiles
+        assert [cta for cta, _ in cut] == list(range(cut[0][0], cut[0][0] + len(cut)))
+        assert splits is None or len(cut) <= splits
+    counts = [sum(p.end - p.begin for p in mine) for mine in pieces if mine]
+    if splits is None and counts:
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_slots_of_partial_results_are_never_shared(name):
+    facts = dict(BATCHES[name])
+    lengths = [facts.pop("q_lens"), facts.pop("kv_lens"), facts.pop("first_pos", None)]
+    tiling = make_tiling(len(lengths[0]), ctas=7, **facts)
+    slots = [
+        int(schedule.slot_of(cta, piece.end == piece.tiles))
+        for cta, mine in enumerate(all_pieces(make_table(tiling, *lengths), tiling))
+        for piece in mine
+        if not (piece.begin == 0 and piece.end == piece.tiles)
+    ]
+    assert len(set(slots)) == len(slots)
+    assert all(0 <= slot < tiling.slots for slot in slots)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 12, 16])
+def test_output_rows_are_token_major_and_heads_of_the_group(group):
+    tiling = make_tiling(1, max_q=4, group=group)
+    piece = schedule.Piece(*[jnp.int32(0)] * 11)._replace(head=jnp.int32(1), row=jnp.int32(5))
+    rows = np.asarray(schedule.output_row(tiling, piece, jnp.arange(tiling.rows)))
+    expected = [
+        (5 + token) * 2 * group + group + member for token in range(tiling.token_block) for member in range(group)
+    ]
+    assert rows.tolist() == expected
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+def test_a_bias_block_holds_every_distance_of_its_tile_and_is_aligned(group):
+    for max_q in (1, 2, 4, 8, 16):
+        tiling = make_tiling(1, max_q=max_q, group=group)
+        assert tiling.columns <= MAX_COLUMNS
+        assert tiling.token_block * tiling.token_blocks == max_q
+        assert tiling.band_width >= tiling.block_kv + 7 + tiling.token_block - 1
+        assert tiling.rows * tiling.band_width * 2 % 128 == 0
+        assert tiling.band_width % 8 == 0
+        assert tiling.band_width <= 256

@@ -1,4 +1,4 @@
-"""`python -m inkling_pallas COMMAND`: demo, check, bench."""
+"""`python -m inkling_pallas COMMAND`: demo, check, bench, serve-sim."""
 
 import importlib
 import sys
@@ -8,8 +8,9 @@ _COMMANDS = {
     "demo": "a serving step on request lengths of a trace, checked against the oracle",
     "check": "every backend of this machine on the cases that it must pass",
     "bench": "time named cases against ceilings and peers",
+    "serve-sim": "continuous batching over the requests of a trace, checked against the oracle",
 }
-_MODULES = {"demo": "demo", "check": "check_command", "bench": "benchmark"}
+_MODULES = {"demo": "demo", "check": "check_command", "bench": "benchmark", "serve-sim": "serve_sim"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"inkling_pallas: there is no command {argv[0]!r}.", file=stream)
     print("usage: python -m inkling_pallas COMMAND [options]; --help after a command lists its options", file=stream)
     for name, meaning in _COMMANDS.items():
-        print(f"  {name:6} {meaning}", file=stream)
+        print(f"  {name:9} {meaning}", file=stream)
     return 0 if help_asked else 2
 
 

@@ -40,8 +40,8 @@ class AttentionMesh:
       >>> mesh = jax.make_mesh((1,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> devices = ip.AttentionMesh.make(mesh, num_heads=8, num_kv_heads=1, head_axis="tp")
       >>> cache = ip.PagedKVCache.zeros(num_blocks=9, block_size=16, num_kv_heads=1, head_dim=64)
-      >>> devices.place(cache).arrays[0].sharding.spec
-      PartitionSpec(None, None, 'tp', None)
+      >>> devices.place(cache).arrays[0].sharding.spec[2]
+      'tp'
     """
 
     mesh: Mesh

@@ -73,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     try:
         scheduler, server = build(options)
+        if options.out:  # before the work, so that a folder that cannot be made costs none
+            options.out.mkdir(parents=True, exist_ok=True)
         warmup(server.run_padding, server.buckets)
         compiled = server.traces
         with meter("serve-sim", len(scheduler.waiting)) as show:

@@ -3,8 +3,13 @@
 Prints one line for each: `ok NAME` or `FAILED NAME: why`.
 """
 
+import contextlib
 import dataclasses
 import functools
+import io
+import json
+import pathlib
+import tempfile
 import traceback
 from typing import Any
 from unittest import mock
@@ -14,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import inkling_pallas as ip
-from inkling_pallas import sharding
+from inkling_pallas import context_benchmark, sharding
 from inkling_pallas.cases import Case, build
 from inkling_pallas.context import ContextShards
 from inkling_pallas.testing import assert_rows_close
@@ -70,13 +75,14 @@ def judge(case, mesh, **axes):
     )
     placed = devices.place(cache)
     operands = (q, placed, shards, arrays)
-    out, lse = run(*operands)
+    compiled = run.lower(*operands).compile()
+    out, lse = compiled(*operands)
     assert len(out.sharding.device_set) == mesh.size
     want, want_lse = ip.reference_rel_attention(q, whole, None, **call, return_lse=True)
     assert_rows_close(out, want, actual_lse=lse, expected_lse=want_lse)
     alone = ip.inkling_rel_attention(q, whole, None, **call)
     np.testing.assert_allclose(np.asarray(out), np.asarray(alone), rtol=2e-5, atol=2e-6)
-    program = str(run.lower(*operands).compile().as_text())
+    program = str(compiled.as_text())
     assert ("all-reduce" in program) == (devices.context_axis is not None)
     assert "all-gather" not in program
     assert "all-to-all" not in program
@@ -94,7 +100,7 @@ def check_kv_heads_on_several_devices():
 
 
 def check_context_over_1_2_3_8_devices():
-    for case, size in ((MIXED, 1), (LOCAL, 2), (MIXED, 3), (MIXED, 8)):
+    for case, size in ((LOCAL, 2), (MIXED, 1), (MIXED, 3), (MIXED, 8)):
         judge(case, mesh_of(cp=size), context_axis="cp")
 
 
@@ -146,6 +152,21 @@ def check_growth_lands_on_the_last_part():
     np.testing.assert_array_equal(shards.cache_seqlens[0], first)
     np.testing.assert_array_equal(shards.cache_seqlens.sum(0), lengths)
     assert attend._cache_size() == 1
+
+
+def check_bench_context_is_green_and_can_be_red():
+    sizes = "--keys 700 --batch 2 --heads 4 --kv-heads 2 --head-dim 32 --extent 64 --block-size 16 --repeats 1"
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        argv = [*sizes.split(), "--devices", "4", "--out", folder]
+        assert context_benchmark.main(argv) == 0
+        (path,) = pathlib.Path(folder).iterdir()
+        result = json.loads(path.read_text())["result"]
+        assert result["devices"] == 4
+        assert result["speedup"] == round(result["one_us"] / result["all_us"], 3)
+        assert result["margin"] > 5
+        with without("kv_offset"):
+            assert context_benchmark.main(argv) == 1
+        assert json.loads(path.read_text())["result"]["speedup"] is None
 
 
 def unweighted(out, lse, axis):

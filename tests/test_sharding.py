@@ -1,17 +1,23 @@
 """Heads and parts of sequences on 8 forced host devices, in their own process; words for a mesh that does not fit."""
 
 import functools
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
+from test_hopper_compile import TARGET, _missing
 
 import inkling_pallas as ip
+from inkling_pallas.__main__ import main
 
 PROGRAM = Path(__file__).parent / "eight_devices.py"
 CHECKS = (
@@ -21,6 +27,7 @@ CHECKS = (
     "heads_and_context",
     "bfloat16",
     "growth_lands_on_the_last_part",
+    "bench_context_is_green_and_can_be_red",
 )
 BROKEN = (
     "parts averaged",
@@ -36,6 +43,39 @@ def test_on_eight_devices_and_each_check_on_a_broken_variant():
     forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, env=os.environ | forced)
     assert done.stdout.splitlines() == [f"ok {name}" for name in (*CHECKS, *BROKEN)], done.stdout + done.stderr
+
+
+@pytest.mark.lowering
+@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+def test_a_million_keys_compile_for_two_cards():
+    """Without a card: each reads its half in place, and only 33 KB of partial results and their LSE travel."""
+    topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x2")
+    mesh = jax.sharding.Mesh(np.array(topology.devices), ("cp",))
+    devices = ip.AttentionMesh.make(mesh, num_heads=64, num_kv_heads=8, context_axis="cp")
+    shards, pages = ip.cut_context([range(1, 16385)], [1_048_576], num_shards=2, block_size=64)
+
+    def shape(dims, dtype="bfloat16", spec=None) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, spec or jax.P())
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
+
+    half_on_each = shape((pages.size, 64, 8, 128), spec=jax.P("cp"))
+    cache = ip.PagedKVCache.separate(half_on_each, half_on_each)
+    static = {"max_seqlen_q": 1, "causal": True, "window_size": (-1, -1), "rel_extent": 1024, "backend": "hopper"}
+    attend = jax.jit(functools.partial(devices.attend, softmax_scale=1 / 128, **static))
+    compiled = attend.lower(
+        shape((1, 64, 128)),
+        cache,
+        shards=jax.tree.map(lambda x: shape(x.shape, "int32", jax.P("cp") if x.ndim > 1 else None), shards),
+        rel_logits=shape((1, 64, 1024)),
+        cu_seqlens_q=shape((2,), "int32"),
+    ).compile()
+    program = str(compiled.as_text())
+    reduced = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", program)
+    assert sorted(math.prod(map(int, dims.split(","))) for dims in reduced) == [64, 64 + 64 * 128]
+    assert "all-gather" not in program
+    memory: Any = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes < 2**31 * 1.001
+    assert memory.temp_size_in_bytes < 2**22
 
 
 def one_device(*names):
@@ -101,3 +141,10 @@ def test_a_cut_is_explained():
         ValueError, match=r"total_seqlens\[0\] must lie in \[0, 12\].*; got 13. Growth needs spare_blocks"
     ):
         shards.grown([13])
+
+
+def test_bench_context_explains_bad_options(capsys):
+    assert main(["bench-context", "--devices", "99"]) == 2
+    assert "--devices must be at most" in capsys.readouterr().out
+    assert main(["bench-context", "--keys", "64", "--heads", "7", "--kv-heads", "2", "--devices", "1"]) == 2
+    assert "num_heads must be a multiple of num_kv_heads = 2; got 7" in capsys.readouterr().out

@@ -1,12 +1,12 @@
 """Paged, variable-length attention with Inkling's learned relative bias, for JAX."""
 
-from inkling_pallas.attention import Explanation, check_batch, explain, inkling_rel_attention, plan_batch
+from inkling_pallas.attention import check_batch, explain, inkling_rel_attention, plan_batch
 from inkling_pallas.batch import Batch, make_batch
 from inkling_pallas.buckets import Buckets, Variant
 from inkling_pallas.cache import PagedKVCache, write_kv
 from inkling_pallas.call import BatchPlan
 from inkling_pallas.context import ContextShards, cut_context, take_pages
-from inkling_pallas.dispatch import PortableFallbackWarning
+from inkling_pallas.dispatch import Explanation, PortableFallbackWarning
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.relative import log_scaling, merge_partials, relative_logits
 from inkling_pallas.sharding import AttentionMesh

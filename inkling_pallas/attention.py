@@ -1,9 +1,7 @@
 """The operator: checks a call, chooses backend and config, runs it; plus what a caller needs around it."""
 
-import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,28 +10,10 @@ import jax.numpy as jnp
 from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.call import BatchPlan, check_call, planned_problem
 from inkling_pallas.contents import check_batch_contents
-from inkling_pallas.dispatch import Choice, load_backend, warn_on_fallback
+from inkling_pallas.dispatch import Choice, Explanation, load_backend, warn_on_fallback
 from inkling_pallas.errors import refuse
 from inkling_pallas.problem import Lengths, Operands, Problem, Sequences, safe_sequences
 from inkling_pallas.splits import default_device, device_capability
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """What a call would do. `print` it."""
-
-    backend: str
-    config: Any
-    device: str
-    capability: tuple[int, int] | None
-    passed_over: Mapping[str, str]
-
-    def __str__(self) -> str:
-        lines = [f"backend {self.backend!r} with {self.config} on {self.device}"]
-        lines += [f"not {name!r}: {reason}" for name, reason in self.passed_over.items()]
-        if self.capability is None and not self.passed_over:
-            lines.append("no faster one: kernels need an NVIDIA GPU, and the default device is none.")
-        return "\n".join(lines)
 
 
 class _Static(NamedTuple):

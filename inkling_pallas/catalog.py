@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from inkling_pallas.cache_cases import small_write_cases, write_cases
-from inkling_pallas.cases import POISON_PLACES, Case
+from inkling_pallas.cases import DTYPES, POISON_PLACES, Case
 
 _GLOBAL, _LOCAL = (-1, -1), (511, 0)
 _MIXED_TRACE = np.random.default_rng(500).integers(1, 601, 500)
@@ -159,20 +159,14 @@ def _pages() -> Iterator[Case]:
         yield Case(name=f"page_{page}", kind="pages", q_lens=q_lens, kv_lens=tuple(edges), block_size=page)
 
 
-def _groups() -> Iterator[Case]:
+def _shapes() -> Iterator[Case]:
     for group in (1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
-        shape: dict[str, Any] = {
-            "num_heads": 2 * group,
-            "num_kv_heads": 2,
-            "q_lens": (1, 5, 33),
-            "kv_lens": (300, 77, 160),
-        }
+        shape: dict[str, Any] = {"num_heads": 2 * group, "q_lens": (1, 5, 33), "kv_lens": (300, 77, 160)}
         yield Case(name=f"group_{group}", kind="groups", **shape)
-
-
-def _head_dims() -> Iterator[Case]:
     for head_dim in range(16, 257, 8):
         yield Case(name=f"head_dim_{head_dim}", kind="head_dim", q_lens=(1, 33), kv_lens=(300, 77), head_dim=head_dim)
+    for dtype in DTYPES:
+        yield Case(name=f"dtype_{dtype}", kind="dtypes", q_lens=(1, 40), kv_lens=(700, 300), dtype=dtype)
 
 
 def _freed() -> Iterator[Case]:
@@ -186,11 +180,6 @@ def _parts() -> Iterator[Case]:
         name = _name("parts", parts, "w", window[0])
         shape: dict[str, Any] = {"kind": "parts", "q_lens": (1, 9, 130), "kv_lens": (1500, 10, 700), "rel_extent": 512}
         yield Case(name=name, window_size=window, parts=parts, **shape)
-
-
-def _dtypes() -> Iterator[Case]:
-    for dtype in ("bfloat16", "float16", "float32"):
-        yield Case(name=f"dtype_{dtype}", kind="dtypes", q_lens=(1, 40), kv_lens=(700, 300), dtype=dtype)
 
 
 def _spikes() -> Iterator[Case]:
@@ -224,7 +213,7 @@ def full_cases(*, on_card: bool = False) -> tuple[Case, ...]:
     """Returns every case; `on_card` takes the long forms that a CPU would spend minutes on."""
     generators = (
         _prefill, _chunked, _decode, _verify, _windows, _not_causal, _extents, _zero_lengths,
-        _pages, _groups, _head_dims, _freed, _parts, _dtypes, _spikes, _poisons, write_cases,
+        _pages, _shapes, _freed, _parts, _spikes, _poisons, write_cases,
     )  # fmt: skip
     cases = [case for generator in generators for case in generator()]
     return (*cases, *_mixed(on_card))

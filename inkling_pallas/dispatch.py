@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import warnings
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,24 @@ class Choice:
     backend: str
     config: Any
     passed_over: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a call would do. `print` it."""
+
+    backend: str
+    config: Any
+    device: str
+    capability: tuple[int, int] | None
+    passed_over: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"backend {self.backend!r} with {self.config} on {self.device}"]
+        lines += [f"not {name!r}: {reason}" for name, reason in self.passed_over.items()]
+        if self.capability is None and not self.passed_over:
+            lines.append("no faster one: kernels need an NVIDIA GPU, and the default device is none.")
+        return "\n".join(lines)
 
 
 def load_backend(name: str) -> ModuleType:

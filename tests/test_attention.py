@@ -6,6 +6,7 @@ import time
 import warnings
 from typing import Any
 
+import absent_card
 import chex
 import jax
 import jax.numpy as jnp
@@ -317,6 +318,18 @@ def _prefill(tokens, num_kv_heads, window):
 def test_temporary_memory_of_a_long_prefill():
     run, arrays = _prefill(32768, 1, (-1, -1))
     memory: Any = run.lower(**arrays).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 * 2**20
+
+
+@pytest.mark.full
+@pytest.mark.lowering
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
+def test_temporary_memory_of_a_long_prefill_on_a_card(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    run, arrays = _prefill(32768, 1, (-1, -1))
+    card = jax.sharding.SingleDeviceSharding(absent_card.device())
+    on_card = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=card) for name, x in arrays.items()}
+    memory: Any = run.trace(**on_card).lower().compile().memory_analysis()
     assert memory.temp_size_in_bytes < 512 * 2**20
 
 

@@ -1,41 +1,28 @@
 """What XLA makes of a step on an H200, compiled here without one: no copy of a cache in any layout."""
 
-import importlib.util
 import math
 import re
 from typing import Any
 
+import absent_card
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import inkling_pallas as ip
 from inkling_pallas.layouts import LAYOUTS
 
-H200 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 minor: 0 } core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 device_memory_size: 150000000000
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } device_description_str: "NVIDIA H200"
-"""
 LAYERS, PAGES, ROWS = 2, 20_000, 32
 BUCKETS = ip.Buckets(num_tokens=(ROWS,), batch_size=(2,), max_seqlen_q=(ROWS,), max_blocks=(64,))
 
 
 @pytest.fixture(scope="module")
 def card() -> SingleDeviceSharding:
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        pytest.skip("needs jax-cuda13-plugin to compile for a card")
-    topology = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1")
-    return SingleDeviceSharding(topology.devices[0])
+    if absent_card.missing():
+        pytest.skip(f"no compile for a card: {absent_card.missing()}")
+    return SingleDeviceSharding(absent_card.device())
 
 
 def step(pool: ip.PagedKVCache, rows: jax.Array, batch: ip.Batch, *, copy_first: bool) -> Any:

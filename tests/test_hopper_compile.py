@@ -1,36 +1,18 @@
 """The Hopper kernels lower for a GPU anywhere and compile for sm_90a without one: registers and spills."""
 
-import importlib.util
 import re
-import shutil
 from typing import Any
 
+import absent_card
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 
 from inkling_pallas.kernels import hopper
 from inkling_pallas.layouts import CacheDims, array_shape
 from inkling_pallas.problem import Operands, Problem, Sequences
 
 pytestmark = pytest.mark.lowering
-
-# What XLA asks of a compile-only device; the sizes are those of a Hopper card with 132 SMs.
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
-  clock_rate_ghz: 1.98 device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H200"
-"""
 
 
 def make_problem(heads, kv_heads, *, batch=32, q_len=1, head_dim=128, local=False, **facts):
@@ -105,13 +87,6 @@ def test_lowers_for_cuda_on_any_machine(name):
     assert kernels == (1 if LOWERED[name].num_splits == 1 else 2)
 
 
-def _missing():
-    """Returns what a compile without a card lacks here, or None."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "jax-cuda13-plugin is not installed"
-    return None if shutil.which("ptxas") else "there is no ptxas on PATH"
-
-
 # Problem, most registers of the attention kernel, most bytes spilled.
 COMPILED = {
     "global": (make_problem(64, 8), 168, 0),
@@ -124,13 +99,12 @@ COMPILED = {
 }
 
 
-@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_for_sm_90a_without_spills(name, monkeypatch, capfd):
     problem, registers, spilled = COMPILED[name]
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x1")
-    lower(problem, topology.devices[0]).compile()
+    lower(problem, absent_card.device()).compile()
     report = "".join(capfd.readouterr())
     used = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", report)]

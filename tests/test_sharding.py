@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import absent_card
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from test_hopper_compile import TARGET, _missing
 
 import inkling_pallas as ip
 from inkling_pallas.__main__ import main
@@ -46,11 +45,10 @@ def test_on_eight_devices_and_each_check_on_a_broken_variant():
 
 
 @pytest.mark.lowering
-@pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
 def test_a_million_keys_compile_for_two_cards():
     """Without a card: each reads its half in place, and only 33 KB of partial results and their LSE travel."""
-    topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x2")
-    mesh = jax.sharding.Mesh(np.array(topology.devices), ("cp",))
+    mesh = jax.sharding.Mesh(np.array(absent_card.devices(2)), ("cp",))
     devices = ip.AttentionMesh.make(mesh, num_heads=64, num_kv_heads=8, context_axis="cp")
     shards, pages = ip.cut_context([range(1, 16385)], [1_048_576], num_shards=2, block_size=64)
 

@@ -24,7 +24,7 @@ from inkling_pallas.problem import Operands, Problem, Sequences
 __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
 
 # What a step may hold: scores, and elements of K gathered for it.
-_STEP_SCORES = {"cpu": 2**20, "gpu": 2**26}
+_STEP_SCORES = {"cpu": 2**20, "gpu": 2**24}
 _STEP_KEYS = 2**26
 
 

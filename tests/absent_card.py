@@ -1,0 +1,47 @@
+"""A Hopper card that is not there: compile for it where jax's plugin and ptxas are; say what is missing elsewhere."""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import topologies
+
+# What XLA asks of a compile-only device; the sizes are those of an H200.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  clock_rate_ghz: 1.98 device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def missing() -> str | None:
+    """Returns what a compile without a card lacks here, or None."""
+    try:
+        found = importlib.util.find_spec("jax_plugins.xla_cuda13")
+    except ModuleNotFoundError:  # not even the package that plugins stand in
+        found = None
+    if found is None:
+        return "jax-cuda13-plugin is not installed"
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "ptxas"
+    return None if shutil.which("ptxas") or toolkit.exists() else "there is no ptxas"
+
+
+def device() -> Any:
+    """Returns the compile-only device."""
+    return devices(1)[0]
+
+
+def devices(count: int) -> list[Any]:
+    """Returns several compile-only devices of one host."""
+    return topologies.get_topology_desc("", platform="cuda", target_config=_H200, topology=f"1x1x{count}").devices

@@ -88,33 +88,51 @@ def make_workload(options: argparse.Namespace) -> Workload:
     rng = np.random.default_rng(options.seed)
     blocks = -(-options.keys // options.block_size)
     tables = 1 + rng.permutation(options.batch * blocks).astype(np.int32).reshape(options.batch, blocks)
+    shards, pages = _shuffled_cut(tables, options, count, rng)
+    arrays = _arrays(options, tables)
+    return Workload(
+        arrays=jax.device_put(arrays, jax.devices()[0]),
+        static={
+            "max_seqlen_q": 1,
+            "softmax_scale": 1 / options.head_dim,
+            "causal": True,
+            "window_size": (-1, -1),
+            "rel_extent": options.extent,
+            "backend": options.backend,
+        },
+        devices=devices,
+        shards=shards,
+        cut_cache=devices.place(take_pages(arrays["key_cache"], pages)),
+    )
+
+
+def _shuffled_cut(
+    tables: np.ndarray, options: argparse.Namespace, count: int, rng: np.random.Generator
+) -> tuple[ContextShards, np.ndarray]:
+    """Returns `cut_context` with the pages of each part in random order, page 0 first."""
     lengths = [options.keys] * options.batch
     shards, pages = cut_context(tables.tolist(), lengths, num_shards=count, block_size=options.block_size)
     order = np.concatenate([[0], 1 + rng.permutation(pages.shape[1] - 1)])
     shuffled = np.empty_like(pages)
     shuffled[:, order] = pages
-    shards = dataclasses.replace(shards, block_table=order[shards.block_table].astype(np.int32))
+    return dataclasses.replace(shards, block_table=order[shards.block_table].astype(np.int32)), shuffled
+
+
+def _arrays(options: argparse.Namespace, tables: np.ndarray) -> dict[str, Any]:
+    """Returns the arrays of the call on one device."""
     keys = jax.random.split(jax.random.key(options.seed), 4)
     normal = jax.jit(functools.partial(jax.random.normal, dtype=jnp.dtype(options.dtype)), static_argnums=1)
-    pool = (1 + options.batch * blocks, options.block_size, options.kv_heads, options.head_dim)
-    whole = PagedKVCache.separate(normal(keys[0], pool), normal(keys[1], pool))
-    q = normal(keys[2], (options.batch, options.heads, options.head_dim)) * jnp.asarray(4, options.dtype)
+    pool = (1 + tables.size, options.block_size, options.kv_heads, options.head_dim)
     rel_logits = normal(keys[3], (options.batch, options.heads, options.extent))
     spike = min(options.extent, options.keys) - 1
-    arrays = {
-        "q": q,
-        "key_cache": whole,
+    return {
+        "q": normal(keys[2], (options.batch, options.heads, options.head_dim)) * jnp.asarray(4, options.dtype),
+        "key_cache": PagedKVCache.separate(normal(keys[0], pool), normal(keys[1], pool)),
         "block_table": tables,
         "cache_seqlens": np.full(options.batch, options.keys, np.int32),
         "cu_seqlens_q": np.arange(options.batch + 1, dtype=np.int32),
         "rel_logits": rel_logits.at[:, :, spike].set(math.log(options.keys)),
     }
-    static = {"max_seqlen_q": 1, "softmax_scale": 1 / options.head_dim, "causal": True, "window_size": (-1, -1)}
-    static |= {"rel_extent": options.extent, "backend": options.backend}
-    cut = devices.place(take_pages(whole, shuffled))
-    return Workload(
-        arrays=jax.device_put(arrays, jax.devices()[0]), static=static, devices=devices, shards=shards, cut_cache=cut
-    )
 
 
 def calls_of(workload: Workload) -> tuple[Callable[[], jax.Array], Callable[[], jax.Array]]:

@@ -1,8 +1,11 @@
 """The serving loop: checked step by step over a trace; pages and schedule as properties; words and exit codes."""
 
 import json
+from typing import Any
 from unittest import mock
 
+import absent_card
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,11 +15,13 @@ from hypothesis import strategies as st
 import inkling_pallas as ip
 from inkling_pallas import console, serving
 from inkling_pallas.__main__ import main
+from inkling_pallas.buckets import Variant
 from inkling_pallas.page_pool import PageOwnershipError, PagePool
 from inkling_pallas.scheduler import Limits, Scheduler
 from inkling_pallas.serve_options import build, parser
 from inkling_pallas.serve_sim import rows_to_check, serve
 from inkling_pallas.trace import Request
+from inkling_pallas.warm import padding_batch
 
 SHAPES = "--head-dim 16 --global-heads 2 --local-heads 4 --global-extent 32 --local-extent 16 --block-size 4"
 EVERYTHING = "--check-every 1 --check-rows 0 --dtype float32"
@@ -130,6 +135,22 @@ def test_what_breaks_in_the_step_is_seen(place, name, broken):
     with mock.patch.object(place, name, broken):
         scheduler, server = build(options)
         assert serve(scheduler, server, options, lambda done, label: None).red
+
+
+@pytest.mark.lowering
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
+def test_a_decode_step_compiles_for_a_card_and_writes_its_pools_in_place():
+    argv = "--requests 4 --token-budget 64 --chunk 64 --max-seqs 8 --block-size 64 --backend hopper --local-layers 5"
+    server = build(parser().parse_args(argv.split()))[1]
+    batch = padding_batch(Variant(16, 8, 1, server.buckets.max_blocks[0]))
+    rows = serving.synthetic.table_rows(np.zeros(16, np.int64), batch.positions)
+    on_card = jax.sharding.SingleDeviceSharding(absent_card.device())
+    inputs = (server._caches, server._tables, {kind.name: batch for kind in server.kinds}, rows)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_card), inputs)
+    memory: Any = server._step.trace(*shapes).lower().compile().memory_analysis()
+    pools = sum(pool.nbytes for pool in jax.tree.leaves(server._caches))
+    assert memory.alias_size_in_bytes == pools
+    assert memory.temp_size_in_bytes < pools / 4
 
 
 def test_a_red_row_ends_with_1(capsys, monkeypatch):

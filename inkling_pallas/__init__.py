@@ -5,18 +5,22 @@ from inkling_pallas.batch import Batch, make_batch
 from inkling_pallas.buckets import Buckets, Variant
 from inkling_pallas.cache import PagedKVCache, write_kv
 from inkling_pallas.call import BatchPlan
+from inkling_pallas.context import ContextShards, cut_context, take_pages
 from inkling_pallas.dispatch import Explanation, PortableFallbackWarning
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.relative import log_scaling, merge_partials, relative_logits
+from inkling_pallas.sharding import AttentionMesh
 from inkling_pallas.splits import bucket_max_seqlen_q, inkling_num_splits
 from inkling_pallas.warm import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionMesh",
     "Batch",
     "BatchPlan",
     "Buckets",
+    "ContextShards",
     "Explanation",
     "PagedKVCache",
     "PortableFallbackWarning",
@@ -24,6 +28,7 @@ __all__ = [
     "__version__",
     "bucket_max_seqlen_q",
     "check_batch",
+    "cut_context",
     "explain",
     "inkling_num_splits",
     "inkling_rel_attention",
@@ -33,6 +38,7 @@ __all__ = [
     "plan_batch",
     "reference_rel_attention",
     "relative_logits",
+    "take_pages",
     "warmup",
     "write_kv",
 ]

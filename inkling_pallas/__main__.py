@@ -1,4 +1,4 @@
-"""`python -m inkling_pallas COMMAND`: demo, check, bench."""
+"""`python -m inkling_pallas COMMAND`: demo, check, bench, serve-sim, bench-context."""
 
 import importlib
 import sys
@@ -8,8 +8,16 @@ _COMMANDS = {
     "demo": "a serving step on request lengths of a trace, checked against the oracle",
     "check": "every backend of this machine on the cases that it must pass",
     "bench": "time named cases against ceilings and peers",
+    "bench-context": "time a decode whose keys are cut over several devices, against one device",
+    "serve-sim": "continuous batching over the requests of a trace, checked against the oracle",
 }
-_MODULES = {"demo": "demo", "check": "check_command", "bench": "benchmark"}
+_MODULES = {
+    "demo": "demo",
+    "check": "check_command",
+    "bench": "benchmark",
+    "bench-context": "context_benchmark",
+    "serve-sim": "serve_sim",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -22,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"inkling_pallas: there is no command {argv[0]!r}.", file=stream)
     print("usage: python -m inkling_pallas COMMAND [options]; --help after a command lists its options", file=stream)
     for name, meaning in _COMMANDS.items():
-        print(f"  {name:6} {meaning}", file=stream)
+        print(f"  {name:13} {meaning}", file=stream)
     return 0 if help_asked else 2
 
 

@@ -30,6 +30,28 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
     yield lambda label: print(f"{title} {next(count, total)}/{total}: {label}", flush=True)
 
 
+@contextlib.contextmanager
+def meter(title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """Yields a function to call with how much of `total` is done and a label, as often as there is news."""
+    if _HAS_RICH:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda done, label: bar.update(task, completed=done, description=f"{title}: {label}")
+        return
+    shown = -1
+
+    def show(done: int, label: str) -> None:
+        nonlocal shown
+        if done > shown:
+            shown = done
+            print(f"{title} {done}/{total}: {label}", flush=True)
+
+    yield show
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; every column but the first is aligned right."""
     if _HAS_RICH:

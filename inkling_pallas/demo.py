@@ -17,8 +17,7 @@ import numpy as np
 
 from inkling_pallas.attention import check_batch, explain
 from inkling_pallas.console import progress, table
-from inkling_pallas.errors import FLOAT_DTYPES
-from inkling_pallas.layouts import LAYOUTS
+from inkling_pallas.layer_options import add_layer_options, layers_of, positive
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.server import Layer, LayerServer, Step, mixed_step
 from inkling_pallas.testing import baseline_rel_attention, error_limit, row_errors
@@ -109,42 +108,12 @@ def parser() -> argparse.ArgumentParser:
         "--requests": (8, "requests taken from the trace"),
         "--chunk": (256, "most rows of one sequence in a step"),
         "--decode-steps": (3, "decode steps after the mixed batch"),
-        "--block-size": (16, "keys of a page"),
-        "--head-dim": (128, "head dimension"),
-        "--global-heads": (8, "query heads of the global layer on this device"),
-        "--global-kv-heads": (1, "its kv heads"),
-        "--global-extent": (1024, "its distances with a bias"),
-        "--local-heads": (8, "query heads of the local layer on this device"),
-        "--local-kv-heads": (2, "its kv heads"),
-        "--local-extent": (512, "its distances with a bias; its window is one less"),
     }
     for option, (default, meaning) in counts.items():
-        p.add_argument(option, type=_positive, default=default, help=f"{meaning} (default {default})")
-    p.add_argument("--dtype", choices=FLOAT_DTYPES, default="bfloat16")
-    p.add_argument("--layout", choices=LAYOUTS, default="separate", help="how the cache lies in memory")
-    p.add_argument("--backend", default="auto", help="'auto' or a backend's name")
-    p.add_argument("--seed", type=int, default=0)
+        p.add_argument(option, type=positive, default=default, help=f"{meaning} (default {default})")
+    add_layer_options(p)
     p.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw bias table, weights, pages and bands")
     return p
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1; got {text!r}")
-    return int(text)
-
-
-def layers_of(options: argparse.Namespace) -> tuple[Layer, Layer]:
-    """Returns the global and the local layer that the options describe."""
-    names = ("head_dim", "block_size", "dtype", "layout")
-    shared: dict[str, Any] = {name: getattr(options, name) for name in names}
-
-    def layer(name: str, window_size: tuple[int, int]) -> Layer:
-        heads, kv_heads, extent = (getattr(options, f"{name}_{what}") for what in ("heads", "kv_heads", "extent"))
-        shapes = {"num_heads": heads, "num_kv_heads": kv_heads, "rel_extent": extent}
-        return Layer(name=name, window_size=window_size, **shapes, **shared)
-
-    return layer("global", (-1, -1)), layer("local", (options.local_extent - 1, 0))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -39,4 +39,9 @@ def missing() -> str | None:
 
 def device() -> Any:
     """Returns the compile-only device."""
-    return topologies.get_topology_desc("", platform="cuda", target_config=_H200, topology="1x1x1").devices[0]
+    return devices(1)[0]
+
+
+def devices(count: int) -> list[Any]:
+    """Returns several compile-only devices of one host."""
+    return topologies.get_topology_desc("", platform="cuda", target_config=_H200, topology=f"1x1x{count}").devices

@@ -12,14 +12,15 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # A module imports from later layers only, so the modules of one layer never import each other.
 LAYERS = (
     ("__main__",),
-    ("benchmark", "check_command", "demo"),
-    ("ceilings", "check", "contract", "judging", "peers"),
-    ("results", "timing", "workloads"),
-    ("pictures", "server"),
+    ("benchmark", "check_command", "context_benchmark", "demo", "serve_sim"),
+    ("ceilings", "check", "contract", "judging", "peers", "serve_options", "serve_report"),
+    ("layer_options", "results", "serving", "timing", "workloads"),
+    ("pictures", "scheduler", "server", "synthetic"),
     ("picture_parts",),
     ("picture_data",),
     ("__init__",),
     ("sharding",),
+    ("context",),
     ("attention",),
     ("call",),
     ("dispatch",),
@@ -43,7 +44,7 @@ LAYERS = (
     ("contents",),
     ("problem",),
     ("cache",),
-    ("layouts",),
+    ("layouts", "page_pool"),
     ("console", "errors", "trace"),
 )
 LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in modules}

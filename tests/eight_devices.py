@@ -1,0 +1,228 @@
+"""Run by test_sharding.py in a process with 8 forced host devices: each check, then each check on a broken variant.
+
+Prints one line for each: `ok NAME` or `FAILED NAME: why`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import pathlib
+import tempfile
+import traceback
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import inkling_pallas as ip
+from inkling_pallas import context_benchmark, sharding
+from inkling_pallas.cases import Case, build
+from inkling_pallas.context import ContextShards
+from inkling_pallas.testing import assert_rows_close
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+MIXED = Case(
+    name="mixed",
+    kind="mixed",
+    q_lens=(1, 3, 0, 1, 1),
+    kv_lens=(61, 40, 9, 1, 0),
+    padding_rows=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    block_size=4,
+    rel_extent=16,
+    dtype="float32",
+)
+LOCAL = dataclasses.replace(MIXED, name="local", window_size=(15, 0), layout="packed")
+PARTS = ("block_table", "cache_seqlens")
+
+
+def mesh_of(**axes):
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    auto = (jax.sharding.AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=auto, devices=devices)
+
+
+def call_of(case):
+    """Returns (q, whole cache, the other arguments) of a case."""
+    call = build(case)
+    q, cache, values = (call.pop(name) for name in ("q", "key_cache", "value_cache"))
+    cache = cache if values is None else ip.PagedKVCache.separate(cache, values)
+    return q, jax.tree.map(jnp.asarray, cache), call
+
+
+def judge(case, mesh, **axes):
+    """Compares a case on a mesh with the oracle, output and LSE, and with one device."""
+    q, whole, call = call_of(case)
+    devices = ip.AttentionMesh.make(mesh, num_heads=case.num_heads, num_kv_heads=case.num_kv_heads, **axes)
+    arguments, cache, shards = dict(call), whole, None
+    if devices.context_axis:
+        tables, lengths = (arguments.pop(name) for name in PARTS)
+        shards, pages = ip.cut_context(
+            tables, lengths, num_shards=devices.num_shards, block_size=case.block_size, spare_blocks=1
+        )
+        cache = ip.take_pages(whole, pages)
+    arrays = {k: arguments.pop(k) for k in (*PARTS, "cu_seqlens_q", "rel_logits") if k in arguments}
+    run = jax.jit(
+        lambda q, cache, shards, arrays: devices.attend(q, cache, shards=shards, **arrays, **arguments, return_lse=True)
+    )
+    placed = devices.place(cache)
+    operands = (q, placed, shards, arrays)
+    compiled = run.lower(*operands).compile()
+    out, lse = compiled(*operands)
+    assert len(out.sharding.device_set) == mesh.size
+    want, want_lse = ip.reference_rel_attention(q, whole, None, **call, return_lse=True)
+    assert_rows_close(out, want, actual_lse=lse, expected_lse=want_lse)
+    alone = ip.inkling_rel_attention(q, whole, None, **call)
+    np.testing.assert_allclose(np.asarray(out), np.asarray(alone), rtol=2e-5, atol=2e-6)
+    program = str(compiled.as_text())
+    assert ("all-reduce" in program) == (devices.context_axis is not None)
+    assert "all-gather" not in program
+    assert "all-to-all" not in program
+    assert "collective-permute" not in program
+
+
+def check_heads_over_1_2_devices():
+    judge(MIXED, mesh_of(tp=1), head_axis="tp")
+    judge(LOCAL, mesh_of(tp=2), head_axis="tp")
+
+
+def check_kv_heads_on_several_devices():
+    for case, size in ((MIXED, 4), (LOCAL, 8)):
+        judge(case, mesh_of(tp=size), head_axis="tp")
+
+
+def check_context_over_1_2_3_8_devices():
+    for case, size in ((LOCAL, 2), (MIXED, 1), (MIXED, 3), (MIXED, 8)):
+        judge(case, mesh_of(cp=size), context_axis="cp")
+
+
+def check_heads_and_context():
+    judge(dataclasses.replace(MIXED, layout="interleaved"), mesh_of(tp=2, cp=4), head_axis="tp", context_axis="cp")
+    judge(MIXED, mesh_of(cp=2, tp=4), head_axis="tp", context_axis="cp")  # kv heads on two devices each
+
+
+def check_bfloat16():
+    case = dataclasses.replace(MIXED, dtype="bfloat16")
+    q, whole, call = call_of(case)
+    devices = ip.AttentionMesh.make(mesh_of(cp=4), num_heads=8, num_kv_heads=2, context_axis="cp")
+    shards, pages = ip.cut_context(*(call[name] for name in PARTS), num_shards=4, block_size=4)
+    rest = {name: value for name, value in call.items() if name not in PARTS}
+    out: Any = devices.attend(q, devices.place(ip.take_pages(whole, pages)), shards=shards, **rest)
+    assert out.dtype == jnp.bfloat16
+    assert_rows_close(out, ip.reference_rel_attention(q, whole, None, **call), limit=8e-3)
+
+
+def check_growth_lands_on_the_last_part():
+    """Decodes into sharded pools, with kv heads replicated, and into a whole one: the same outputs at each step."""
+    lengths, block_size, rng = [30, 5, 0], 4, np.random.default_rng(0)
+    tables = [list(range(1, 13)), list(range(13, 20)), list(range(20, 24))]
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    whole = ip.PagedKVCache.packed(normal(24, 2, 4, 32))
+    devices = ip.AttentionMesh.make(mesh_of(cp=2, tp=4), num_heads=8, num_kv_heads=2, head_axis="tp", context_axis="cp")
+    shards, pages = ip.cut_context(tables, lengths, num_shards=2, block_size=block_size, spare_blocks=3)
+    cache = devices.place(ip.take_pages(whole, pages))
+    write = jax.jit(devices.write_kv, donate_argnums=0)
+    static: dict[str, Any] = {"max_seqlen_q": 1, "causal": True, "window_size": (-1, -1), "rel_extent": 8}
+    static["softmax_scale"] = 1 / 16
+    attend: Any = jax.jit(functools.partial(devices.attend, **static))
+    first = np.asarray(shards.cache_seqlens[0])
+    for _ in range(6):
+        lengths = [n + 1 for n in lengths]
+        shards = shards.grown(lengths)
+        batch = ip.make_batch([1, 1, 1], lengths, block_size=block_size, block_tables=tables)
+        k, v, q, rel_logits = normal(4, 2, 16), normal(4, 2, 16), normal(4, 8, 16), normal(4, 8, 8)
+        whole = ip.write_kv(whole, k, v, batch.slots)
+        slots = np.pad(shards.slots([1, 1, 1]), ((0, 0), (0, 1)), constant_values=-1)
+        cache = write(cache, k, v, slots)
+        cu = np.array([0, 1, 2, 3], np.int32)
+        out = attend(q, cache, shards=shards, cu_seqlens_q=cu, rel_logits=rel_logits)
+        args = batch.arguments() | dict(static, rel_logits=rel_logits)
+        assert_rows_close(out, ip.reference_rel_attention(q, whole, None, **args))
+    np.testing.assert_array_equal(shards.cache_seqlens[0], first)
+    np.testing.assert_array_equal(shards.cache_seqlens.sum(0), lengths)
+    assert attend._cache_size() == 1
+
+
+def check_bench_context_is_green_and_can_be_red():
+    sizes = "--keys 700 --batch 2 --heads 4 --kv-heads 2 --head-dim 32 --extent 64 --block-size 16 --repeats 1"
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        argv = [*sizes.split(), "--devices", "4", "--out", folder]
+        assert context_benchmark.main(argv) == 0
+        (path,) = pathlib.Path(folder).iterdir()
+        result = json.loads(path.read_text())["result"]
+        assert result["devices"] == 4
+        assert result["speedup"] == round(result["one_us"] / result["all_us"], 3)
+        assert result["margin"] > 5
+        with without("kv_offset"):
+            assert context_benchmark.main(argv) == 1
+        assert json.loads(path.read_text())["result"]["speedup"] is None
+
+
+def unweighted(out, lse, axis):
+    return jax.lax.pmean(out, axis), jax.lax.pmax(lse, axis)
+
+
+def own_part_only(out, lse, axis):
+    return out, lse
+
+
+def without(name):
+    arguments = ContextShards.arguments
+    return mock.patch.object(ContextShards, "arguments", lambda self: {**arguments(self), name: None})
+
+
+def wrong_kv_heads():
+    """Cuts the kv heads over the axis that should hold copies of one."""
+    spec = lambda self, layout: jax.sharding.PartitionSpec(None, None, self.head_axes[1], None)  # noqa: E731
+    return mock.patch.object(ip.AttentionMesh, "_cache_spec", spec)
+
+
+def all_slots_to_the_first_part():
+    slots = ContextShards.slots
+    return mock.patch.object(ContextShards, "slots", lambda self, q: np.roll(slots(self, q), 1, axis=0))
+
+
+BROKEN = {
+    "parts averaged": (
+        lambda: mock.patch.object(sharding, "merge_over_axis", unweighted),
+        "context_over_1_2_3_8_devices",
+    ),
+    "parts not merged": (lambda: mock.patch.object(sharding, "merge_over_axis", own_part_only), "heads_and_context"),
+    "no kv_offset": (lambda: without("kv_offset"), "context_over_1_2_3_8_devices"),
+    "no total_seqlens": (lambda: without("total_seqlens"), "context_over_1_2_3_8_devices"),
+    "kv heads of another group": (wrong_kv_heads, "kv_heads_on_several_devices"),
+    "new keys in the first part": (all_slots_to_the_first_part, "growth_lands_on_the_last_part"),
+}
+
+
+def main():
+    checks = {name.removeprefix("check_"): run for name, run in globals().items() if name.startswith("check_")}
+    for name, run in checks.items():
+        try:
+            run()
+            print(f"ok {name}", flush=True)
+        except Exception:
+            print(f"FAILED {name}: {traceback.format_exc()}", flush=True)
+    for name, (broken, check) in BROKEN.items():
+        with broken():
+            try:
+                checks[check]()
+                print(f"FAILED {name}: {check} does not notice", flush=True)
+            except AssertionError:
+                print(f"ok {name}", flush=True)
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == 8
+    main()

@@ -1,0 +1,148 @@
+"""Heads and parts of sequences on 8 forced host devices, in their own process; words for a mesh that does not fit."""
+
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import absent_card
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import inkling_pallas as ip
+from inkling_pallas.__main__ import main
+
+PROGRAM = Path(__file__).parent / "eight_devices.py"
+CHECKS = (
+    "heads_over_1_2_devices",
+    "kv_heads_on_several_devices",
+    "context_over_1_2_3_8_devices",
+    "heads_and_context",
+    "bfloat16",
+    "growth_lands_on_the_last_part",
+    "bench_context_is_green_and_can_be_red",
+)
+BROKEN = (
+    "parts averaged",
+    "parts not merged",
+    "no kv_offset",
+    "no total_seqlens",
+    "kv heads of another group",
+    "new keys in the first part",
+)
+
+
+def test_on_eight_devices_and_each_check_on_a_broken_variant():
+    forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, env=os.environ | forced)
+    assert done.stdout.splitlines() == [f"ok {name}" for name in (*CHECKS, *BROKEN)], done.stdout + done.stderr
+
+
+@pytest.mark.lowering
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
+def test_a_million_keys_compile_for_two_cards():
+    """Without a card: each reads its half in place, and only 33 KB of partial results and their LSE travel."""
+    mesh = jax.sharding.Mesh(np.array(absent_card.devices(2)), ("cp",))
+    devices = ip.AttentionMesh.make(mesh, num_heads=64, num_kv_heads=8, context_axis="cp")
+    shards, pages = ip.cut_context([range(1, 16385)], [1_048_576], num_shards=2, block_size=64)
+
+    def shape(dims, dtype="bfloat16", spec=None) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, spec or jax.P())
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
+
+    half_on_each = shape((pages.size, 64, 8, 128), spec=jax.P("cp"))
+    cache = ip.PagedKVCache.separate(half_on_each, half_on_each)
+    static = {"max_seqlen_q": 1, "causal": True, "window_size": (-1, -1), "rel_extent": 1024, "backend": "hopper"}
+    attend = jax.jit(functools.partial(devices.attend, softmax_scale=1 / 128, **static))
+    compiled = attend.lower(
+        shape((1, 64, 128)),
+        cache,
+        shards=jax.tree.map(lambda x: shape(x.shape, "int32", jax.P("cp") if x.ndim > 1 else None), shards),
+        rel_logits=shape((1, 64, 1024)),
+        cu_seqlens_q=shape((2,), "int32"),
+    ).compile()
+    program = str(compiled.as_text())
+    reduced = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", program)
+    assert sorted(math.prod(map(int, dims.split(","))) for dims in reduced) == [64, 64 + 64 * 128]
+    assert "all-gather" not in program
+    memory: Any = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes < 2**31 * 1.001
+    assert memory.temp_size_in_bytes < 2**22
+
+
+def one_device(*names):
+    return jax.make_mesh((1,) * len(names), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "message"),
+    [
+        (3, (8, 1), "num_heads must be a multiple of 3, the size of mesh axis 'tp'; got 8."),
+        (16, (8, 8), "num_heads must be a multiple of 16, the size of mesh axis 'tp'; got 8."),
+        (4, (12, 6), "num_kv_heads must be a multiple or a divisor of 4, the size of mesh axis 'tp'; got 6."),
+        (4, (12, 3), "num_kv_heads must be a multiple or a divisor of 4, the size of mesh axis 'tp'; got 3."),
+    ],
+)
+def test_an_axis_that_does_not_divide_the_heads(size, heads, message):
+    mesh: Any = jax.sharding.AbstractMesh((size,), ("tp",))  # refused before a device is asked for
+    with pytest.raises(ValueError, match="^" + message):
+        ip.AttentionMesh.make(mesh, num_heads=heads[0], num_kv_heads=heads[1], head_axis="tp")
+
+
+def test_an_axis_that_is_not_there_or_taken():
+    mesh = one_device("tp", "cp")
+    make = functools.partial(ip.AttentionMesh.make, mesh, num_heads=4, num_kv_heads=2)
+    with pytest.raises(ValueError, match="head_axis must be an axis of the mesh, tp, cp; got 'x'"):
+        make(head_axis="x")
+    with pytest.raises(ValueError, match="context_axis must be another axis than head_axis; got 'cp'"):
+        make(head_axis="cp", context_axis="cp")
+
+
+def attend_on(devices, **arguments):
+    cache = ip.PagedKVCache.zeros(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=16)
+    return devices.attend(np.zeros((1, 4, 16)), cache, **arguments)
+
+
+def test_what_does_not_go_together():
+    by_part = ip.AttentionMesh.make(one_device("cp"), num_heads=4, num_kv_heads=2, context_axis="cp")
+    by_head = ip.AttentionMesh.make(one_device("tp"), num_heads=4, num_kv_heads=2, head_axis="tp")
+    one, _ = ip.cut_context([[1]], [3], num_shards=1, block_size=4)
+    two, _ = ip.cut_context([[1]], [3], num_shards=2, block_size=4)
+    with pytest.raises(ValueError, match="shards must be given exactly where there is a context axis; got NoneType"):
+        attend_on(by_part)
+    with pytest.raises(ValueError, match="shards must be given exactly where there is a context axis; got Context"):
+        attend_on(by_head, shards=one)
+    with pytest.raises(ValueError, match="shards must have 1 parts, the size of mesh axis 'cp'; got 2"):
+        attend_on(by_part, shards=two)
+    with pytest.raises(ValueError, match="block_table must be left out here"):
+        attend_on(by_part, shards=one, block_table=1)
+    with pytest.raises(ValueError, match="plan must be left out here"):
+        attend_on(by_head, plan=1)
+
+
+def test_a_cut_is_explained():
+    with pytest.raises(ValueError, match=r"block_tables\[1\] must have at least 2 pages; got 1"):
+        ip.cut_context([[1], [2]], [3, 5], num_shards=2, block_size=4)
+    with pytest.raises(ValueError, match=r"kv_lens must be a static int >= 0; got -1"):
+        ip.cut_context([[1]], [-1], num_shards=2, block_size=4)
+    with pytest.raises(ValueError, match="block_tables must have one entry per entry of kv_lens, 2; got 1"):
+        ip.cut_context([[1]], [1, 1], num_shards=2, block_size=4)
+    shards, _ = ip.cut_context([[1, 2]], [7], num_shards=2, block_size=4, spare_blocks=1)
+    assert shards.grown([12]).cache_seqlens.tolist() == [[4], [8]]
+    with pytest.raises(
+        ValueError, match=r"total_seqlens\[0\] must lie in \[0, 12\].*; got 13. Growth needs spare_blocks"
+    ):
+        shards.grown([13])
+
+
+def test_bench_context_explains_bad_options(capsys):
+    assert main(["bench-context", "--devices", "99"]) == 2
+    assert "--devices must be at most" in capsys.readouterr().out
+    assert main(["bench-context", "--keys", "64", "--heads", "7", "--kv-heads", "2", "--devices", "1"]) == 2
+    assert "num_heads must be a multiple of num_kv_heads = 2; got 7" in capsys.readouterr().out

@@ -2,28 +2,34 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.kernels import band, buffers, combine, decode, mosaic, pages, schedule
-from inkling_pallas.kernels.tiling import Tiling
+from inkling_pallas.kernels import band, buffers, combine, decode, mosaic, pages, prefill_launch, schedule, worklist
+from inkling_pallas.kernels.tiling import RowTiling, Tiling
 from inkling_pallas.problem import Operands, Problem, Sequences
 
 _SMEM_BYTES = 227 * 1024
 _SMEM_ALIGNMENT = 1024
-_MAX_ROWS = 256  # packed query rows of a sequence per kv head
+_MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM)."""
+    """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM), and which kernel.
+
+    The prefill kernel also has a number of bias blocks in flight, and may start the scores from their bias.
+    """
 
     block_kv: int
     num_stages: int
     num_ctas: int = 132
+    program: Literal["decode", "prefill"] = "decode"
+    band_slots: int = 2
+    bias_first: bool = True
 
 
 def _tiling(problem: Problem, config: Config, interpret: bool = False) -> Tiling:
@@ -32,6 +38,18 @@ def _tiling(problem: Problem, config: Config, interpret: bool = False) -> Tiling
         block_kv=config.block_kv,
         num_stages=config.num_stages,
         num_ctas=config.num_ctas,
+        interpret=interpret,
+    )
+
+
+def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> RowTiling:
+    return RowTiling(
+        problem=problem,
+        block_kv=config.block_kv,
+        num_stages=config.num_stages,
+        num_ctas=config.num_ctas,
+        band_slots=config.band_slots,
+        bias_first=config.bias_first,
         interpret=interpret,
     )
 
@@ -50,11 +68,33 @@ def _candidates(problem: Problem) -> list[Config]:
     Large copies are better, but not where large tiles leave CTAs without one, or many columns fill the registers
     with scores.
     """
+    if _has_many_rows(problem):
+        return _prefill_candidates(problem)
     shapes = [(128, 3), (64, 6), (128, 2), (64, 5), (64, 4), (64, 3), (64, 2)]
     configs = [Config(block_kv=block_kv, num_stages=stages) for block_kv, stages in shapes]
     tilings = [_tiling(problem, config) for config in configs]
     small = tilings[0].columns > 32 or _most_tiles(tilings[0]) <= tilings[0].num_ctas
     return [c for c, t in zip(configs, tilings, strict=True) if _fits(t) and (t.block_kv == 64 or not small)]
+
+
+def _has_many_rows(problem: Problem) -> bool:
+    """True if sequences may have more query rows than the decode kernel takes."""
+    return problem.max_seqlen_q * problem.group > _MAX_ROWS
+
+
+def _prefill_candidates(problem: Problem) -> list[Config]:
+    """Returns configurations of the prefill kernel from the fastest on.
+
+    Large tiles need fewer copies and products, but under a window they hold more keys that no row sees.
+    """
+    wide = [(128, 2, 2, True), (128, 2, 1, True)]
+    narrow = [(64, 3, 3, False), (64, 3, 2, False), (64, 2, 2, False)]
+    shapes = wide + narrow if problem.window_left is None else narrow + wide
+    configs = [
+        Config(block_kv=block_kv, num_stages=stages, program="prefill", band_slots=slots, bias_first=bias_first)
+        for block_kv, stages, slots, bias_first in shapes
+    ]
+    return [config for config in configs if prefill_launch.fits(_row_tiling(problem, config))]
 
 
 def _most_tiles(tiling: Tiling) -> int:
@@ -69,7 +109,6 @@ def _most_tiles(tiling: Tiling) -> int:
 def unsupported(problem: Problem) -> str | None:
     """Returns why this backend does not take a problem, or None if it does."""
     p, portable = problem, 'Use backend="portable".'
-    wide = p.max_seqlen_q * p.group
     rules: list[tuple[bool, str]] = [
         (p.causal, "causal must be True on Hopper; got False."),
         (p.dtype in ("bfloat16", "float16"), f"q must have dtype bfloat16 or float16 on Hopper; got {p.dtype}."),
@@ -78,8 +117,8 @@ def unsupported(problem: Problem) -> str | None:
         (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Hopper; got {p.block_size}."),
         (p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Hopper; got {p.rel_extent}."),
         (
-            wide <= _MAX_ROWS,
-            f"max_seqlen_q times the group size {p.group} must be at most {_MAX_ROWS} on Hopper; got {wide}.",
+            not _has_many_rows(p) or p.head_dim != 256,
+            f"head_dim must be 64 or 128 for max_seqlen_q = {p.max_seqlen_q} on Hopper; got {p.head_dim}.",
         ),
         (not p.is_empty, "the batch and the cache must not be empty on Hopper; got an empty shape."),
     ]
@@ -93,6 +132,8 @@ def unsupported(problem: Problem) -> str | None:
 
 def unproven(problem: Problem) -> str | None:
     """Returns why `auto` does not take a problem yet that the kernel should be able to do, or None."""
+    if _has_many_rows(problem):
+        return f"max_seqlen_q = {problem.max_seqlen_q} takes the prefill kernel, which has not run on a card yet."
     if problem.layout == "separate":
         return None
     return f"the cache layout {problem.layout!r} was interpreted and compiled here, but has not run on a card yet."
@@ -103,13 +144,15 @@ def choose_config(problem: Problem) -> Config:
     return _candidates(problem)[0]
 
 
-def plan(problem: Problem, config: Config, sequences: Sequences) -> jax.Array:
-    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work."""
+def plan(problem: Problem, config: Config, sequences: Sequences) -> jax.Array | worklist.Worklist:
+    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work, or a list of it."""
+    if config.program == "prefill":
+        return worklist.make_worklist(_row_tiling(problem, config), sequences)
     return schedule.pack_table(_tiling(problem, config), sequences)
 
 
 def attend(
-    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: jax.Array, interpret: Any
+    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: Any, interpret: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns attention and, if asked for, its log-sum-exp. See `inkling_rel_attention`.
 
@@ -122,9 +165,14 @@ def attend(
     rows = problem.num_tokens * problem.num_heads
     out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
     initial = [out.reshape(rows, problem.head_dim)] + [lax.empty((rows, 1), jnp.float32)] * problem.return_lse
-    part_out, part_lse, outputs = _attend_pieces(operands, plan, initial, tiling, interpret)
-    if not tiling.whole_units:
-        outputs = combine.merge_pieces(part_out, part_lse, plan, outputs, tiling, interpret)
+    if config.program == "prefill":
+        outputs = prefill_launch.attend(
+            operands, plan, initial, _row_tiling(problem, config, tiling.interpret), interpret
+        )
+    else:
+        part_out, part_lse, outputs = _attend_pieces(operands, plan, initial, tiling, interpret)
+        if not tiling.whole_units:
+            outputs = combine.merge_pieces(part_out, part_lse, plan, outputs, tiling, interpret)
     return outputs[0].reshape(shape), outputs[1].reshape(shape[:2]) if problem.return_lse else None
 
 

@@ -104,20 +104,47 @@ def mask(scores: Any, limit: Any, *, before: bool) -> Any:
 
 
 def scatter(ref: Any, rows: Any, x: Any) -> None:
-    """Writes ref[rows[r]] = x[r] where rows are not negative: one address a row, constant offsets from it."""
+    """Writes ref[rows[r]] = x[r] where rows are not negative: one address a row, constant offsets from it.
+
+    A quad holds 16 bytes of a 16-bit row in each block of 8 columns, 4 bytes a lane; it exchanges them so that each
+    lane stores 16 bytes.
+    """
     base, pitch = utils.memref_ptr(ref), ir.MemRefType(ref.type).shape[-1]
-    first_column = arith.muli(_quad_lane(), i32(2))
-    places = list(_places(x.registers))
+    element, lane = ir.MemRefType(ref.type).element_type, _quad_lane()
+    narrow = utils.bitwidth(element) == 16
+    first, step = (8, 32) if narrow else (2, 8)  # columns between the lanes of a quad, and between a lane's stores
     for half, row in enumerate(_per_row(rows)):
+        blocks = {block: x.registers[index] for index, block, where in _places(x.registers) if where == half}
+        values = [blocks[block] for block in range(len(blocks))]
+        if narrow:
+            values = [_transpose_quad(values[i : i + 4], lane) for i in range(0, len(values), 4)]
         branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, row, i32(0)))
         with ir.InsertionPoint(branch.then_block):
-            start = plain_pointer(ref, base, row, first_column, pitch)
-            for index, block, where in places:
-                if where == half:
-                    value = x.registers[index]
-                    element = ir.VectorType(value.type).element_type
-                    llvm.store(value, utils.getelementptr(start, [8 * block], element))
+            start = plain_pointer(ref, base, row, arith.muli(lane, i32(first)), pitch)
+            for i, value in enumerate(values):
+                llvm.store(value, utils.getelementptr(start, [i * step], element))
             scf.yield_([])
+
+
+def _transpose_quad(registers: list[Any], lane: Any) -> Any:
+    """Returns, in lane q of a quad, register q of its lanes 0 to 3, as one vector of four words."""
+    word = ir.IntegerType.get_signless(32)
+    words = [llvm.bitcast(word, register) for register in registers]
+    for step in (1, 2):
+        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, i32(step)), i32(0))
+        for i in (i for i in range(4) if not i & step):
+            low, high = words[i], words[i | step]
+            received = _shuffle_xor(arith.select(upper, low, high), step)
+            words[i], words[i | step] = arith.select(upper, received, low), arith.select(upper, high, received)
+    together = llvm.mlir_undef(ir.VectorType.get((4,), word))
+    for i, value in enumerate(words):
+        together = vector.insert(value, together, [], [i])
+    return together
+
+
+def _shuffle_xor(value: Any, mask: int) -> Any:
+    code = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;"
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), [value], code, "=r,r", has_side_effects=True)
 
 
 def fence_async_proxy() -> None:

@@ -105,8 +105,8 @@ LOWERED = {
 
 
 def _kernels(problem):
-    alone = problem.num_splits == 1 or hopper.choose_config(problem).program == "prefill"
-    return 1 if alone else 2
+    config, decode = hopper.choose_config(problem), 1 if problem.num_splits == 1 else 2
+    return decode if config.program == "decode" else 1 + (0 if config.few_rows is None else decode)
 
 
 @pytest.mark.parametrize("name", LOWERED)
@@ -133,7 +133,7 @@ COMPILED = {
     # Three warpgroups start with 168 registers a thread; the two that compute then take 232.
     "prefill, global": (make_problem(64, 8, batch=1, q_len=8192), 168, 0),
     "prefill, local": (make_problem(64, 16, batch=8, q_len=4096, local=True, return_lse=True), 168, 0),
-    "prefill, global, group 4, page 16": (make_problem(64, 16, q_len=2048, block_size=16), 168, 0),
+    "mixed, group 4, page 16": (make_problem(64, 16, q_len=2048, block_size=16), 168, 0),
 }
 
 

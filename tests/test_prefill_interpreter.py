@@ -53,14 +53,14 @@ CASES = [
 ]
 
 
-def call(arguments, *, num_ctas=2, config=NARROW, out=None, **overrides):
+def call(arguments, *, num_ctas=2, config=NARROW, few_rows=None, out=None, **overrides):
     """Runs the prefill kernel with the race detector; returns what `attend` returns, as NumPy."""
     names = dict.fromkeys(("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_seqlens"))
     given = {**names, "causal": True, "return_lse": True, **arguments, "out": out, "backend": "portable"}
     checked = check_call({**given, "interpret": False, **overrides})
     problem = checked.problem
     assert hopper.unsupported(problem) is None
-    choice = hopper.Config(program="prefill", num_ctas=num_ctas, **config)
+    choice = hopper.Config(program="prefill", num_ctas=num_ctas, few_rows=few_rows, **config)
     sequences = safe_sequences(problem, checked.lengths)
     plan = hopper.plan(problem, choice, sequences)
     interpreter = plgpu.InterpretGPUParams(detect_races=True)
@@ -77,6 +77,13 @@ def assert_right(arguments, capfd, limit=LIMITS["bfloat16"], **kwargs):
 @pytest.mark.parametrize(("case", "config"), CASES)
 def test_matches_the_oracle_without_a_race(case, config, capfd):
     assert_right(build(case), capfd, limit=LIMITS[case.dtype], config=config)
+
+
+def test_a_mixed_batch_runs_both_kernels(capfd):
+    lengths: dict[str, Any] = {"q_lens": (1, 20, 3, 0, 1), "kv_lens": (130, 90, 40, 8, 70)}
+    mixed = Case(name="mixed", kind="interpreter", num_heads=8, num_kv_heads=1, padding_rows=3, **lengths)
+    few_rows = hopper.Config(block_kv=64, num_stages=2, num_ctas=2)
+    assert_right(build(mixed), capfd, few_rows=few_rows)
 
 
 @pytest.mark.parametrize("num_ctas", [1, 5])

@@ -14,6 +14,7 @@ from inkling_pallas.problem import Operands, Problem, Sequences
 
 _SMEM_BYTES = 227 * 1024
 _SMEM_ALIGNMENT = 1024
+_FEWEST_COLUMNS = 8  # of a matrix product
 _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
 
 
@@ -21,7 +22,8 @@ _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode k
 class Config:
     """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM), and which kernel.
 
-    The prefill kernel also has a number of bias blocks in flight, and may start the scores from their bias.
+    The prefill kernel also has a number of bias blocks in flight, and may start the scores from their bias; it leaves
+    sequences with few rows to a decode kernel of config `few_rows`, if there is one.
     """
 
     block_kv: int
@@ -30,15 +32,17 @@ class Config:
     program: Literal["decode", "prefill"] = "decode"
     band_slots: int = 2
     bias_first: bool = True
+    few_rows: "Config | None" = None
 
 
-def _tiling(problem: Problem, config: Config, interpret: bool = False) -> Tiling:
+def _tiling(problem: Problem, config: Config, interpret: bool = False, clears_rows: bool = True) -> Tiling:
     return Tiling(
         problem=problem,
         block_kv=config.block_kv,
         num_stages=config.num_stages,
         num_ctas=config.num_ctas,
         interpret=interpret,
+        clears_rows=clears_rows,
     )
 
 
@@ -82,6 +86,19 @@ def _has_many_rows(problem: Problem) -> bool:
     return problem.max_seqlen_q * problem.group > _MAX_ROWS
 
 
+def _few_rows(problem: Problem) -> Problem:
+    """Returns the problem of those sequences whose rows fit the fewest columns of a product of the decode kernel."""
+    tokens = 1 << max(1, _FEWEST_COLUMNS // problem.group).bit_length() - 1
+    return dataclasses.replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
+
+
+def _split_batch(problem: Problem, sequences: Sequences) -> tuple[Sequences, Sequences]:
+    """Returns the sequences with few rows and the others; those left out have no rows."""
+    few = sequences.q_len <= _few_rows(problem).max_seqlen_q
+    kept = [jnp.where(keep, sequences.q_len, 0) for keep in (few, ~few)]
+    return sequences._replace(q_len=kept[0]), sequences._replace(q_len=kept[1])
+
+
 def _prefill_candidates(problem: Problem) -> list[Config]:
     """Returns configurations of the prefill kernel from the fastest on.
 
@@ -90,8 +107,10 @@ def _prefill_candidates(problem: Problem) -> list[Config]:
     wide = [(128, 2, 2, True), (128, 2, 1, True)]
     narrow = [(64, 3, 3, False), (64, 3, 2, False), (64, 2, 2, False)]
     shapes = wide + narrow if problem.window_left is None else narrow + wide
+    few_rows = next(iter(_candidates(_few_rows(problem))), None) if problem.batch_size > 1 else None
+    more = {"program": "prefill", "few_rows": few_rows}
     configs = [
-        Config(block_kv=block_kv, num_stages=stages, program="prefill", band_slots=slots, bias_first=bias_first)
+        Config(block_kv=block_kv, num_stages=stages, band_slots=slots, bias_first=bias_first, **more)
         for block_kv, stages, slots, bias_first in shapes
     ]
     return [config for config in configs if prefill_launch.fits(_row_tiling(problem, config))]
@@ -144,11 +163,19 @@ def choose_config(problem: Problem) -> Config:
     return _candidates(problem)[0]
 
 
-def plan(problem: Problem, config: Config, sequences: Sequences) -> jax.Array | worklist.Worklist:
-    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work, or a list of it."""
-    if config.program == "prefill":
-        return worklist.make_worklist(_row_tiling(problem, config), sequences)
-    return schedule.pack_table(_tiling(problem, config), sequences)
+def plan(problem: Problem, config: Config, sequences: Sequences) -> Any:
+    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work.
+
+    For the prefill kernel its list of tiles and, if sequences with few rows go elsewhere, that table for those.
+    """
+    if config.program == "decode":
+        return schedule.pack_table(_tiling(problem, config), sequences)
+    tiling = _row_tiling(problem, config)
+    if config.few_rows is None:
+        return worklist.make_worklist(tiling, sequences), None
+    few, many = _split_batch(problem, sequences)
+    table = schedule.pack_table(_tiling(_few_rows(problem), config.few_rows), few)
+    return worklist.make_worklist(tiling, many, sequences), table
 
 
 def attend(
@@ -160,24 +187,34 @@ def attend(
       out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
     """
     del sequences  # They are in the plan.
-    tiling = _tiling(problem, config, bool(interpret))
     shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
     rows = problem.num_tokens * problem.num_heads
     out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
-    initial = [out.reshape(rows, problem.head_dim)] + [lax.empty((rows, 1), jnp.float32)] * problem.return_lse
-    if config.program == "prefill":
-        outputs = prefill_launch.attend(
-            operands, plan, initial, _row_tiling(problem, config, tiling.interpret), interpret
-        )
+    results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
+    if config.program == "decode":
+        results = _decode(operands, plan, results, _tiling(problem, config, bool(interpret)), interpret)
     else:
-        part_out, part_lse, outputs = _attend_pieces(operands, plan, initial, tiling, interpret)
-        if not tiling.whole_units:
-            outputs = combine.merge_pieces(part_out, part_lse, plan, outputs, tiling, interpret)
-    return outputs[0].reshape(shape), outputs[1].reshape(shape[:2]) if problem.return_lse else None
+        work, table = plan
+        if config.few_rows is not None:
+            tiling = _tiling(_few_rows(problem), config.few_rows, bool(interpret), clears_rows=False)
+            results = _decode(operands, table, results, tiling, interpret)
+        tiling = _row_tiling(problem, config, bool(interpret))
+        results = prefill_launch.attend(operands, work, results, tiling, interpret)
+    return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None
+
+
+def _decode(
+    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
+) -> tuple[jax.Array, ...]:
+    """Launches the decode kernel and its combine over `initial`, the outputs as rows of one head."""
+    part_out, part_lse, outputs = _attend_pieces(operands, table, initial, tiling, interpret)
+    if tiling.whole_units:
+        return outputs
+    return combine.merge_pieces(part_out, part_lse, table, outputs, tiling, interpret)
 
 
 def _attend_pieces(
-    operands: Operands, table: jax.Array, initial: list[jax.Array], tiling: Tiling, interpret: Any
+    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Launches the first kernel; returns its partial results and the outputs."""
     parts = tiling.slots * tiling.rows

@@ -18,7 +18,7 @@ def fits(tiling: RowTiling) -> bool:
 
 
 def attend(
-    operands: Operands, work: Worklist, initial: list[jax.Array], tiling: RowTiling, interpret: Any
+    operands: Operands, work: Worklist, initial: tuple[jax.Array, ...], tiling: RowTiling, interpret: Any
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel over `initial`, the outputs as rows of one head, and returns them."""
     gmem = prefill_buffers.Gmem(

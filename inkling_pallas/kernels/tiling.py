@@ -21,6 +21,7 @@ class Tiling:
     num_stages: int
     num_ctas: int
     interpret: bool = False
+    clears_rows: bool = True  # the rows of no sequence; else another kernel of the call does
 
     @property
     def token_block(self) -> int:
@@ -88,8 +89,10 @@ class RowTiling(Tiling):
     A tile of the schedule is `tile_tokens` tokens of one kv head, `token_block` of them for each warpgroup.
     """
 
-    band_slots: int
-    bias_first: bool  # the accumulator of the scores starts from the bias; else that is added while they are computed
+    band_slots: int = 2
+    bias_first: bool = (
+        True  # the accumulator of the scores starts from the bias; else that is added while they are computed
+    )
 
     @property
     def token_block(self) -> int:

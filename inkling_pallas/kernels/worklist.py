@@ -72,8 +72,8 @@ class Bands(NamedTuple):
     end: jax.Array
 
 
-def make_worklist(tiling: RowTiling, sequences: Sequences) -> Worklist:
-    """Returns the list for a batch."""
+def make_worklist(tiling: RowTiling, sequences: Sequences, all_sequences: Sequences | None = None) -> Worklist:
+    """Returns the list for some sequences of a batch; the others have a q_len of 0 there, but not in all_sequences."""
     blocks = lax.div(sequences.q_len + (tiling.tile_tokens - 1), tiling.tile_tokens)
     ends = jnp.cumsum(blocks, dtype=jnp.int32)
     index = jnp.arange(tiling.max_items, dtype=jnp.int32)
@@ -82,8 +82,9 @@ def make_worklist(tiling: RowTiling, sequences: Sequences) -> Worklist:
         order = jnp.clip(ends[-1] - 1 - index, 0, tiling.max_items - 1)
     else:
         order = jnp.argsort(jnp.where(index < ends[-1], -items.tiles, 1), stable=True)
-    stop = lax.cummax(sequences.q_start + sequences.q_len)
-    return Worklist(jnp.stack(items, axis=1)[order], jnp.stack([*sequences, blocks, stop]))
+    owners = sequences if all_sequences is None else all_sequences
+    stop = lax.cummax(owners.q_start + owners.q_len)
+    return Worklist(jnp.stack(items, axis=1)[order], jnp.stack([*owners, blocks, stop]))
 
 
 def _items_at(index: jax.Array, blocks: jax.Array, ends: jax.Array, tiling: RowTiling, sequences: Sequences) -> Item:

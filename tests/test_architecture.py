@@ -30,11 +30,28 @@ LAYERS = (
     ("relative",),
     ("splits",),
     ("kernels.__init__", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
-    ("kernels.combine", "kernels.decode", "kernels.portable_plan", "kernels.shear", "kernels.write_kv"),
-    ("kernels.buffers", "kernels.pages", "kernels.band", "kernels.epilogue"),
+    ("kernels.prefill_launch",),
+    (
+        "kernels.combine",
+        "kernels.decode",
+        "kernels.portable_plan",
+        "kernels.prefill",
+        "kernels.shear",
+        "kernels.write_kv",
+    ),
+    ("kernels.prefill_tiles",),
+    (
+        "kernels.buffers",
+        "kernels.pages",
+        "kernels.band",
+        "kernels.epilogue",
+        "kernels.prefill_buffers",
+        "kernels.worklist",
+    ),
     ("kernels.schedule", "kernels.softmax"),
+    ("kernels.rows",),
     ("kernels.mosaic",),
-    ("kernels.scan", "kernels.tiling"),
+    ("kernels.inline_rows", "kernels.scan", "kernels.tiling"),
     ("kernels.inline",),
     ("catalog",),
     ("cache_cases",),
@@ -51,7 +68,7 @@ LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in 
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 PRIVATE_PREFIXES = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
-PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.scan")
+PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scan")
 
 
 def _imported_names(module: str, tree: ast.Module) -> Iterator[str]:

@@ -385,3 +385,6 @@ def test_auto_waits_for_a_run_on_a_card(monkeypatch):
     packed = build(Case(name="packed", kind="attention", q_lens=(1, 1), kv_lens=(70, 200), layout="packed"))
     assert "has not run on a card yet" in ip.explain(**packed).passed_over["hopper"]
     assert ip.explain(**packed, backend="hopper").backend == "hopper"
+    many_rows = build(Case(name="many_rows", kind="attention", q_lens=(100,), kv_lens=(100,)))
+    assert "has not run on a card yet" in ip.explain(**many_rows).passed_over["hopper"]
+    assert ip.explain(**many_rows, backend="hopper").config.program == "prefill"

@@ -136,7 +136,7 @@ REFUSED = {
     "num_kv_heads": {"num_heads": 17, "num_kv_heads": 1},
     "block_size": {"block_size": 12},
     "rel_extent": {"rel_extent": 100},
-    "max_seqlen_q": {"max_seqlen_q": 64},
+    "head_dim of many rows": {"head_dim": 256, "max_seqlen_q": 64},
     "batch_size": {"batch_size": 100_000},
     "empty": {"num_tokens": 0},
 }

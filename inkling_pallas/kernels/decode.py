@@ -117,7 +117,8 @@ def _compute(results: Results, smem: Smem, bars: Barriers, tiling: Tiling) -> No
         _write_piece(results, state, piece, cta, tiling)
 
     schedule.for_each_piece(table, cta, tiling, attend_piece)
-    epilogue.clear_unowned_rows(results.out, results.lse, table, cta, tiling)
+    if tiling.clears_rows:
+        epilogue.clear_unowned_rows(results.out, results.lse, table, cta, tiling)
 
 
 def _stage_queries(smem: Smem, bars: Barriers, tiling: Tiling) -> None:

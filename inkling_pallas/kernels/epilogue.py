@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels import mosaic, rows
 from inkling_pallas.kernels.schedule import Table
 from inkling_pallas.kernels.tiling import Tiling
 
@@ -24,8 +24,8 @@ def store_columns(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling
     if tiling.interpret:
         return _store_one_by_one(ref, x.T, row_of, live)
     column = mosaic.iota(x.shape[1:], 0, mosaic.WGMMA_COLUMNS)
-    rows = jnp.where(column < live, row_of(column), -1)
-    return mosaic.scatter_columns(ref, rows, x.astype(ref.dtype))
+    places = jnp.where(column < live, row_of(column), -1)
+    return mosaic.scatter_columns(ref, places, x.astype(ref.dtype))
 
 
 def store_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling: Tiling) -> None:
@@ -34,8 +34,26 @@ def store_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling
         return _store_one_by_one(ref, x[:, None], row_of, live)
     layout = mosaic.WGMMA_COLUMNS
     column = mosaic.iota(x.shape, 0, layout)
-    rows = jnp.where(column < live, row_of(column), -1)
-    return mosaic.scatter(ref, rows, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
+    places = jnp.where(column < live, row_of(column), -1)
+    return mosaic.scatter(ref, places, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
+
+
+def store_products(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling: Tiling) -> None:
+    """Writes ref[row_of(r)] = x[r] for the first `live` rows of [64, head_dim] in the WGMMA layout."""
+    if tiling.interpret:
+        return _store_one_by_one(ref, x, row_of, live)
+    row = mosaic.iota(x.shape[:1], 0, mosaic.WGMMA_ROWS)
+    return rows.scatter(ref, jnp.where(row < live, row_of(row), -1), x.astype(ref.dtype))
+
+
+def store_product_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling: Tiling) -> None:
+    """Writes ref[row_of(r), 0] = x[r] for the first `live` rows of a [64] array in the reduced WGMMA layout."""
+    if tiling.interpret:
+        return _store_one_by_one(ref, x[:, None], row_of, live)
+    layout = mosaic.WGMMA_ROWS
+    row = mosaic.iota(x.shape, 0, layout)
+    places = jnp.where(row < live, row_of(row), -1)
+    return mosaic.scatter(ref, places, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
 
 
 def store_rows(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, layout: Any, tiling: Tiling) -> None:
@@ -43,8 +61,8 @@ def store_rows(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, layout: A
     if tiling.interpret:
         return _store_one_by_one(ref, x, row_of, live)
     row, element = (mosaic.iota(x.shape, axis, layout) for axis in (0, 1))
-    rows = jnp.where(row < live, row_of(row), -1)
-    return mosaic.scatter(ref, rows, element, x.astype(ref.dtype), layout=layout, vectors="neighbours")
+    places = jnp.where(row < live, row_of(row), -1)
+    return mosaic.scatter(ref, places, element, x.astype(ref.dtype), layout=layout, vectors="neighbours")
 
 
 def store_row_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, layout: Any, tiling: Tiling) -> None:
@@ -52,8 +70,8 @@ def store_row_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, la
     if tiling.interpret:
         return _store_one_by_one(ref, x[:, :1], row_of, live)
     row, element = (mosaic.iota(x.shape, axis, layout) for axis in (0, 1))
-    rows = jnp.where((row < live) & (element == 0), row_of(row), -1)
-    return mosaic.scatter(ref, rows, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
+    places = jnp.where((row < live) & (element == 0), row_of(row), -1)
+    return mosaic.scatter(ref, places, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
 
 
 def clear_unowned_rows(out: Any, lse: Any, table: Table, cta: jax.Array, tiling: Tiling) -> None:

@@ -2,36 +2,58 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.kernels import band, buffers, combine, decode, mosaic, pages, schedule
-from inkling_pallas.kernels.tiling import Tiling
+from inkling_pallas.kernels import band, buffers, combine, decode, mosaic, pages, prefill_launch, schedule, worklist
+from inkling_pallas.kernels.tiling import RowTiling, Tiling
 from inkling_pallas.problem import Operands, Problem, Sequences
 
 _SMEM_BYTES = 227 * 1024
 _SMEM_ALIGNMENT = 1024
-_MAX_ROWS = 256  # packed query rows of a sequence per kv head
+_FEWEST_COLUMNS = 8  # of a matrix product
+_MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM)."""
+    """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM), and which kernel.
+
+    The prefill kernel also has a number of bias blocks in flight, and may start the scores from their bias; it leaves
+    sequences with few rows to a decode kernel of config `few_rows`, if there is one.
+    """
 
     block_kv: int
     num_stages: int
     num_ctas: int = 132
+    program: Literal["decode", "prefill"] = "decode"
+    band_slots: int = 2
+    bias_first: bool = True
+    few_rows: "Config | None" = None
 
 
-def _tiling(problem: Problem, config: Config, interpret: bool = False) -> Tiling:
+def _tiling(problem: Problem, config: Config, interpret: bool = False, clears_rows: bool = True) -> Tiling:
     return Tiling(
         problem=problem,
         block_kv=config.block_kv,
         num_stages=config.num_stages,
         num_ctas=config.num_ctas,
+        interpret=interpret,
+        clears_rows=clears_rows,
+    )
+
+
+def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> RowTiling:
+    return RowTiling(
+        problem=problem,
+        block_kv=config.block_kv,
+        num_stages=config.num_stages,
+        num_ctas=config.num_ctas,
+        band_slots=config.band_slots,
+        bias_first=config.bias_first,
         interpret=interpret,
     )
 
@@ -50,11 +72,48 @@ def _candidates(problem: Problem) -> list[Config]:
     Large copies are better, but not where large tiles leave CTAs without one, or many columns fill the registers
     with scores.
     """
+    if _has_many_rows(problem):
+        return _prefill_candidates(problem)
     shapes = [(128, 3), (64, 6), (128, 2), (64, 5), (64, 4), (64, 3), (64, 2)]
     configs = [Config(block_kv=block_kv, num_stages=stages) for block_kv, stages in shapes]
     tilings = [_tiling(problem, config) for config in configs]
     small = tilings[0].columns > 32 or _most_tiles(tilings[0]) <= tilings[0].num_ctas
     return [c for c, t in zip(configs, tilings, strict=True) if _fits(t) and (t.block_kv == 64 or not small)]
+
+
+def _has_many_rows(problem: Problem) -> bool:
+    """True if sequences may have more query rows than the decode kernel takes."""
+    return problem.max_seqlen_q * problem.group > _MAX_ROWS
+
+
+def _few_rows(problem: Problem) -> Problem:
+    """Returns the problem of those sequences whose rows fit the fewest columns of a product of the decode kernel."""
+    tokens = 1 << max(1, _FEWEST_COLUMNS // problem.group).bit_length() - 1
+    return dataclasses.replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
+
+
+def _split_batch(problem: Problem, sequences: Sequences) -> tuple[Sequences, Sequences]:
+    """Returns the sequences with few rows and the others; those left out have no rows."""
+    few = sequences.q_len <= _few_rows(problem).max_seqlen_q
+    kept = [jnp.where(keep, sequences.q_len, 0) for keep in (few, ~few)]
+    return sequences._replace(q_len=kept[0]), sequences._replace(q_len=kept[1])
+
+
+def _prefill_candidates(problem: Problem) -> list[Config]:
+    """Returns configurations of the prefill kernel from the fastest on.
+
+    Large tiles need fewer copies and products, but under a window they hold more keys that no row sees.
+    """
+    wide = [(128, 2, 2, True), (128, 2, 1, True)]
+    narrow = [(64, 3, 3, False), (64, 3, 2, False), (64, 2, 2, False)]
+    shapes = wide + narrow if problem.window_left is None else narrow + wide
+    few_rows = next(iter(_candidates(_few_rows(problem))), None) if problem.batch_size > 1 else None
+    more = {"program": "prefill", "few_rows": few_rows}
+    configs = [
+        Config(block_kv=block_kv, num_stages=stages, band_slots=slots, bias_first=bias_first, **more)
+        for block_kv, stages, slots, bias_first in shapes
+    ]
+    return [config for config in configs if prefill_launch.fits(_row_tiling(problem, config))]
 
 
 def _most_tiles(tiling: Tiling) -> int:
@@ -69,7 +128,6 @@ def _most_tiles(tiling: Tiling) -> int:
 def unsupported(problem: Problem) -> str | None:
     """Returns why this backend does not take a problem, or None if it does."""
     p, portable = problem, 'Use backend="portable".'
-    wide = p.max_seqlen_q * p.group
     rules: list[tuple[bool, str]] = [
         (p.causal, "causal must be True on Hopper; got False."),
         (p.dtype in ("bfloat16", "float16"), f"q must have dtype bfloat16 or float16 on Hopper; got {p.dtype}."),
@@ -78,8 +136,8 @@ def unsupported(problem: Problem) -> str | None:
         (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Hopper; got {p.block_size}."),
         (p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Hopper; got {p.rel_extent}."),
         (
-            wide <= _MAX_ROWS,
-            f"max_seqlen_q times the group size {p.group} must be at most {_MAX_ROWS} on Hopper; got {wide}.",
+            not _has_many_rows(p) or p.head_dim != 256,
+            f"head_dim must be 64 or 128 for max_seqlen_q = {p.max_seqlen_q} on Hopper; got {p.head_dim}.",
         ),
         (not p.is_empty, "the batch and the cache must not be empty on Hopper; got an empty shape."),
     ]
@@ -93,6 +151,8 @@ def unsupported(problem: Problem) -> str | None:
 
 def unproven(problem: Problem) -> str | None:
     """Returns why `auto` does not take a problem yet that the kernel should be able to do, or None."""
+    if _has_many_rows(problem):
+        return f"max_seqlen_q = {problem.max_seqlen_q} takes the prefill kernel, which has not run on a card yet."
     if problem.layout == "separate":
         return None
     return f"the cache layout {problem.layout!r} was interpreted and compiled here, but has not run on a card yet."
@@ -103,13 +163,23 @@ def choose_config(problem: Problem) -> Config:
     return _candidates(problem)[0]
 
 
-def plan(problem: Problem, config: Config, sequences: Sequences) -> jax.Array:
-    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work."""
-    return schedule.pack_table(_tiling(problem, config), sequences)
+def plan(problem: Problem, config: Config, sequences: Sequences) -> Any:
+    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work.
+
+    For the prefill kernel its list of tiles and, if sequences with few rows go elsewhere, that table for those.
+    """
+    if config.program == "decode":
+        return schedule.pack_table(_tiling(problem, config), sequences)
+    tiling = _row_tiling(problem, config)
+    if config.few_rows is None:
+        return worklist.make_worklist(tiling, sequences), None
+    few, many = _split_batch(problem, sequences)
+    table = schedule.pack_table(_tiling(_few_rows(problem), config.few_rows), few)
+    return worklist.make_worklist(tiling, many, sequences), table
 
 
 def attend(
-    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: jax.Array, interpret: Any
+    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: Any, interpret: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns attention and, if asked for, its log-sum-exp. See `inkling_rel_attention`.
 
@@ -117,19 +187,34 @@ def attend(
       out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
     """
     del sequences  # They are in the plan.
-    tiling = _tiling(problem, config, bool(interpret))
     shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
     rows = problem.num_tokens * problem.num_heads
     out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
-    initial = [out.reshape(rows, problem.head_dim)] + [lax.empty((rows, 1), jnp.float32)] * problem.return_lse
-    part_out, part_lse, outputs = _attend_pieces(operands, plan, initial, tiling, interpret)
-    if not tiling.whole_units:
-        outputs = combine.merge_pieces(part_out, part_lse, plan, outputs, tiling, interpret)
-    return outputs[0].reshape(shape), outputs[1].reshape(shape[:2]) if problem.return_lse else None
+    results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
+    if config.program == "decode":
+        results = _decode(operands, plan, results, _tiling(problem, config, bool(interpret)), interpret)
+    else:
+        work, table = plan
+        if config.few_rows is not None:
+            tiling = _tiling(_few_rows(problem), config.few_rows, bool(interpret), clears_rows=False)
+            results = _decode(operands, table, results, tiling, interpret)
+        tiling = _row_tiling(problem, config, bool(interpret))
+        results = prefill_launch.attend(operands, work, results, tiling, interpret)
+    return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None
+
+
+def _decode(
+    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
+) -> tuple[jax.Array, ...]:
+    """Launches the decode kernel and its combine over `initial`, the outputs as rows of one head."""
+    part_out, part_lse, outputs = _attend_pieces(operands, table, initial, tiling, interpret)
+    if tiling.whole_units:
+        return outputs
+    return combine.merge_pieces(part_out, part_lse, table, outputs, tiling, interpret)
 
 
 def _attend_pieces(
-    operands: Operands, table: jax.Array, initial: list[jax.Array], tiling: Tiling, interpret: Any
+    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Launches the first kernel; returns its partial results and the outputs."""
     parts = tiling.slots * tiling.rows

@@ -21,11 +21,12 @@ from inkling_pallas.kernels import inline, scan
 WGMMA = plgpu.Layout.WGMMA
 _PLGPU: Any = plgpu  # Its type stubs lack some public names.
 WGMMA_COLUMNS = WGMMA.reduce(0)
+WGMMA_ROWS = WGMMA.reduce(1)
 THREADS = inline.THREADS
 _SWIZZLE: Any = (_PLGPU.TilingTransform((8, 64)), _PLGPU.SwizzleTransform(128))
 _SWIZZLED = plgpu.RefType(_SWIZZLE)
-_PLAIN = plgpu.RefType()
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+PLAIN = plgpu.RefType()
+SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def strided(shape: tuple[int, ...], vec_size: int = 1) -> Any:
@@ -48,14 +49,16 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=_SWIZZLE)
 
 
-def kernel(body: Any, *, interpret: Any, **kwargs: Any) -> Any:
+def kernel(body: Any, *, interpret: Any, auto_barriers: bool = True, **kwargs: Any) -> Any:
     """Returns `plgpu.kernel` with this package's compiler parameters.
 
-    `interpret` is a bool or the interpreter's parameters.
+    `interpret` is a bool or the interpreter's parameters. Without `auto_barriers` the compiler puts no barrier around
+    accesses to shared memory: the body's own barriers must order them, also among the threads of a warpgroup.
     """
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
-    params = plgpu.CompilerParams(approx_math=True)
+    scratch = {} if auto_barriers else {"unsafe_no_auto_barriers": True, "reduction_scratch_bytes": 0}
+    params = plgpu.CompilerParams(approx_math=True, **scratch)
     return plgpu.kernel(body, compiler_params=params, interpret=interpret or None, thread_name="wg", **kwargs)
 
 
@@ -97,7 +100,7 @@ def read_word(ref: Any, row: Any, column: Any, *, interpret: bool) -> jax.Array:
     if interpret:
         return ref[row, column]
     index = [jnp.asarray(i, jnp.int32) for i in (row, column)]
-    return _inline(scan.load_word, (_PLAIN, _SCALAR, _SCALAR), ref, *index, result=_result((), jnp.int32, _SCALAR))
+    return call_inline(scan.load_word, (PLAIN, SCALAR, SCALAR), ref, *index, result=result_type((), jnp.int32, SCALAR))
 
 
 def gather(
@@ -117,7 +120,9 @@ def gather(
     if interpret:
         return ref[...].reshape(-1, ref.shape[-1])[rows, columns]
     code = functools.partial(inline.gather, vectors=vectors)
-    return _inline(code, (_PLAIN, layout, layout), ref, rows, columns, result=_result(rows.shape, ref.dtype, layout))
+    return call_inline(
+        code, (PLAIN, layout, layout), ref, rows, columns, result=result_type(rows.shape, ref.dtype, layout)
+    )
 
 
 def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool) -> jax.Array:
@@ -134,7 +139,7 @@ def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool
         key = lax.broadcasted_iota(jnp.int32, shape, 0)
         return ref[...].reshape(-1)[lax.broadcast_in_dim(starts, shape, (1,)) - key]
     code = functools.partial(inline.gather_descending, shape=shape)
-    return _inline(code, (_PLAIN, WGMMA_COLUMNS), ref, starts, result=_result(shape, ref.dtype, WGMMA))
+    return call_inline(code, (PLAIN, WGMMA_COLUMNS), ref, starts, result=result_type(shape, ref.dtype, WGMMA))
 
 
 def scatter(
@@ -142,7 +147,7 @@ def scatter(
 ) -> None:
     """Writes ref[rows, columns] = x element by element, skipping negative rows; on the card only. See `gather`."""
     code = functools.partial(inline.scatter, vectors=vectors, swizzled=False)
-    _inline(code, (_PLAIN, layout, layout, layout), ref, rows, columns, x)
+    call_inline(code, (PLAIN, layout, layout, layout), ref, rows, columns, x)
 
 
 def scatter_columns(ref: Any, rows: jax.Array, x: jax.Array) -> None:
@@ -153,7 +158,7 @@ def scatter_columns(ref: Any, rows: jax.Array, x: jax.Array) -> None:
       rows: int32[columns] in the reduced WGMMA layout.
       x: of ref's dtype.
     """
-    _inline(inline.scatter_columns, (_PLAIN, WGMMA_COLUMNS, WGMMA), ref, rows, x)
+    call_inline(inline.scatter_columns, (PLAIN, WGMMA_COLUMNS, WGMMA), ref, rows, x)
 
 
 def store_operand(ref: Any, x: jax.Array, *, layout: Any, interpret: bool) -> None:
@@ -163,7 +168,7 @@ def store_operand(ref: Any, x: jax.Array, *, layout: Any, interpret: bool) -> No
         return
     rows, columns = (iota(x.shape, axis, layout) for axis in (0, 1))
     code = functools.partial(inline.scatter, vectors="neighbours", swizzled=True)
-    _inline(code, (_SWIZZLED, layout, layout, layout), ref, rows, columns, x)
+    call_inline(code, (_SWIZZLED, layout, layout, layout), ref, rows, columns, x)
 
 
 def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:
@@ -171,7 +176,7 @@ def store_transposed(ref: Any, x: jax.Array, *, interpret: bool) -> None:
     if interpret:
         ref[...] = x.T
     else:
-        _inline(inline.store_transposed, (_SWIZZLED, WGMMA), ref, x)
+        call_inline(inline.store_transposed, (_SWIZZLED, WGMMA), ref, x)
 
 
 def clear_rows_outside(ref: Any, begin: jax.Array, end: jax.Array, *, interpret: bool) -> None:
@@ -181,7 +186,7 @@ def clear_rows_outside(ref: Any, begin: jax.Array, end: jax.Array, *, interpret:
         ref[...] = jnp.where((row >= begin) & (row < end), ref[...], jnp.zeros(ref.shape, ref.dtype))
     else:
         code = functools.partial(inline.clear_rows_outside, shape=ref.shape)
-        _inline(code, (_SWIZZLED, _SCALAR, _SCALAR), ref, begin, end)
+        call_inline(code, (_SWIZZLED, SCALAR, SCALAR), ref, begin, end)
 
 
 def scan_table(source: Any, table: Any, *, batch: int, interpret: bool) -> None:
@@ -190,7 +195,7 @@ def scan_table(source: Any, table: Any, *, batch: int, interpret: bool) -> None:
     Row 4 becomes its running sum; rows 5 and 6 are the running maxima of row 0 + row 1 and of row 4 as it was.
     """
     if not interpret:
-        _inline(functools.partial(scan.scan_table, batch=batch), (_PLAIN, _PLAIN), source, table)
+        call_inline(functools.partial(scan.scan_table, batch=batch), (PLAIN, PLAIN), source, table)
         return
     for row in range(4):
         table[row] = source[row]
@@ -199,15 +204,16 @@ def scan_table(source: Any, table: Any, *, batch: int, interpret: bool) -> None:
     table[6] = lax.cummax(source[4])
 
 
-def _result(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+def result_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:
+    """Returns the type of a register array that inline code returns."""
     return plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
 
-def _inline(code: Callable[..., Any], types: tuple[Any, ...], *args: Any, result: Any = None) -> Any:
+def call_inline(code: Callable[..., Any], types: tuple[Any, ...], *args: Any, result: Any = None) -> Any:
     """Inlines code(*args); types are the layouts of arrays and the reference types of refs."""
     # A constant would otherwise reach inline code without registers, and fail there.
     arrays = [
-        plgpu.layout_cast(arg, kind) if kind not in (_PLAIN, _SWIZZLED, _SCALAR) else arg
+        plgpu.layout_cast(arg, kind) if kind not in (PLAIN, _SWIZZLED, SCALAR) else arg
         for arg, kind in zip(args, types, strict=True)
     ]
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(lambda ctx, *args: code(*args))(*arrays)

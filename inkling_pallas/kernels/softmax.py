@@ -74,6 +74,39 @@ def finish(state: State) -> tuple[jax.Array, jax.Array]:
     return state.acc / along_keys(divisor, state.acc.shape[0]), lse_log2
 
 
+class RowState(NamedTuple):
+    """As `State`, for score tiles whose rows are query rows."""
+
+    acc: jax.Array  # float32[rows, head_dim], sum of weight * value
+    top_log2: jax.Array  # float32[rows], largest score
+    weight: jax.Array  # float32[rows], sum of exp2(score - top_log2)
+
+
+def along_rows(x: jax.Array, width: int) -> jax.Array:
+    """Returns [rows] repeated for each key (or each head_dim element) of a row."""
+    return lax.broadcast_in_dim(x, (*x.shape, width), (0,))
+
+
+def absorb_rows(state: RowState, scores: jax.Array) -> tuple[RowState, jax.Array]:
+    """Returns the state rescaled to a tile's scores in natural units, without its values, and the tile's weights."""
+    top = jnp.maximum(state.top_log2, scores.max(axis=1) * LOG2_E)
+    reference = finite(top)
+    decay = jnp.exp2(state.top_log2 - reference)
+    weights = jnp.exp2(scores * LOG2_E - along_rows(reference, scores.shape[1]))
+    return RowState(state.acc * along_rows(decay, state.acc.shape[1]), top, state.weight * decay), weights
+
+
+def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
+    """Returns the normalised rows [rows, head_dim] and their log-sum-exp in log2 units.
+
+    0 and -inf for a row without keys.
+    """
+    live = state.weight > 0.0
+    divisor = jnp.where(live, state.weight, jnp.ones_like(state.weight))
+    lse_log2 = jnp.where(live, state.top_log2 + jnp.log2(divisor), jnp.full_like(divisor, -jnp.inf))
+    return state.acc * along_rows(1.0 / divisor, state.acc.shape[1]), lse_log2
+
+
 class Merged(NamedTuple):
     """Partial results so far, all arrays of one shape.
 

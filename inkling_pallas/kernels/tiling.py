@@ -21,6 +21,7 @@ class Tiling:
     num_stages: int
     num_ctas: int
     interpret: bool = False
+    clears_rows: bool = True  # the rows of no sequence; else another kernel of the call does
 
     @property
     def token_block(self) -> int:
@@ -75,3 +76,82 @@ class Tiling:
         if group & (group - 1) == 0:
             return lax.shift_right_logical(row, jnp.full_like(row, group.bit_length() - 1))
         return lax.div(row, jnp.full_like(row, group))
+
+
+WARPGROUPS = 2  # that compute, in the prefill kernel
+ROWS = 64  # of a matrix product of one warpgroup
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowTiling(Tiling):
+    """How the prefill kernel cuts a problem: query rows are the rows of the products, `rows` of 64 per warpgroup.
+
+    A tile of the schedule is `tile_tokens` tokens of one kv head, `token_block` of them for each warpgroup.
+    """
+
+    band_slots: int = 2
+    bias_first: bool = (
+        True  # the accumulator of the scores starts from the bias; else that is added while they are computed
+    )
+
+    @property
+    def token_block(self) -> int:
+        """Tokens of a warpgroup: as many as fit, a power of two."""
+        return 1 << (ROWS // self.problem.group).bit_length() - 1
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile."""
+        return WARPGROUPS * self.token_block
+
+    @property
+    def max_items(self) -> int:
+        """Most tiles of one kv head that sequences sharing num_tokens rows can have."""
+        problem = self.problem
+        longest = -(-problem.max_seqlen_q // self.tile_tokens)
+        return min(problem.num_tokens // self.tile_tokens + problem.batch_size, longest * problem.batch_size)
+
+    @property
+    def chunk(self) -> int:
+        """Keys of one copy, dividing both a page and a tile."""
+        return math.gcd(self.problem.block_size, self.block_kv)
+
+    @property
+    def band_width(self) -> int:
+        """Distances in a bias block: those of a tile, of its tokens, and the start's alignment."""
+        return self._pitch(self.block_kv + self.token_block + 6)
+
+    @property
+    def shares_ring(self) -> bool:
+        """True if query rows travel through the ring of bias blocks, whose rows are long enough for them."""
+        return self.band_width >= self.problem.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Elements between query rows as copied."""
+        return self.band_width if self.shares_ring else self._pitch(self.problem.head_dim)
+
+    def _pitch(self, needed: int) -> int:
+        """Returns a length of rows, such that a block of them is a 128-byte multiple.
+
+        If possible 8 modulo 16 elements: then the eight rows that a warp reads at once lie in different banks.
+        """
+        widths = range(-(-needed // 8) * 8, 257, 8)
+        fitting = [width for width in widths if width % 16 == 8 and self.rows * width % 64 == 0]
+        return min(fitting, default=-(-needed // 64) * 64)
+
+    @property
+    def query_items(self) -> int:
+        """Slots of the ring that the query rows of a tile take."""
+        return 1 if self.shares_ring else 0
+
+    @property
+    def scales_queries(self) -> bool:
+        """True if the softmax scale goes into the query rows, which is exact: a power of two, and enough exponents."""
+        scale = self.problem.softmax_scale
+        return self.problem.dtype == "bfloat16" and scale > 0 and math.frexp(scale)[0] == 0.5
+
+    @property
+    def starts_from_bias(self) -> bool:
+        """True if products of scaled queries are added to the bias."""
+        return self.bias_first and self.scales_queries

@@ -1,0 +1,173 @@
+"""Attention for many query rows per sequence on sm_90: rows of a tile are (token, head of the group), in registers.
+
+Persistent CTAs walk a list of tiles (`worklist`), those with most keys first. Two warpgroups compute, 64 rows each,
+and take turns on the tensor core, so that one's softmax runs beside the other's products; the warps of a third copy.
+`prefill_buffers` holds their protocol.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import band, epilogue, pages, prefill_buffers, prefill_tiles, schedule, softmax, worklist
+from inkling_pallas.kernels.prefill_buffers import Barriers, Gmem, Smem
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
+from inkling_pallas.kernels.worklist import Counts, Tile
+
+# Registers of a thread: 3 x 128 threads share 64 K, so the copying warpgroup gives some to the two that compute.
+_COMPUTING, _COPYING = 232, 40
+
+
+def program(gmem: Gmem, out: Any, lse: Any, smem: Smem, bars: Barriers, tiling: RowTiling) -> None:
+    """The kernel of one CTA."""
+    warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(_COMPUTING, action="increase")
+        _compute(gmem, out, lse, smem, bars, warpgroup, cta, tiling)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _() -> None:
+        plgpu.set_max_registers(_COPYING, action="decrease")
+        _copy(gmem, smem, bars, cta, tiling)
+
+
+def _copy(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling: RowTiling) -> None:
+    """Runs one warp each for K, V, the bias and q. Arrives on every *_ready, waits on every *_free."""
+
+    def copy_keys(slot: jax.Array, piece: Piece, t: jax.Array) -> None:
+        ready = bars.k_ready.at[slot]
+        pages.fetch_tile(gmem.key, gmem.block_table, smem.k.at[slot], ready, piece, t, tiling, values=False)
+
+    def copy_values(slot: jax.Array, piece: Piece, t: jax.Array) -> None:
+        ready = bars.v_ready.at[slot]
+        pages.fetch_tile(gmem.value, gmem.block_table, smem.v.at[slot], ready, piece, t, tiling, values=True)
+
+    @plgpu.warp_map
+    def _(warp: jax.Array) -> None:
+        pl.when(warp == 0)(lambda: _stream_cache(gmem, cta, bars.k_free, copy_keys, tiling))
+        pl.when(warp == 1)(lambda: _stream_cache(gmem, cta, bars.v_free, copy_values, tiling))
+        pl.when(warp == 2)(lambda: _stream_bias(gmem, smem, bars, cta, tiling))
+        if not tiling.shares_ring:
+            pl.when(warp == 3)(lambda: _stream_queries(gmem, smem, bars, cta, tiling))
+
+
+def _wait_until_free(free: Any, count: jax.Array, slots: int, index: jax.Array) -> None:
+    """Waits until a slot used `count` / slots times before is free again."""
+    pl.when(count >= slots)(lambda: plgpu.barrier_wait(free.at[index]))
+
+
+def _stream_cache(
+    gmem: Gmem, cta: jax.Array, free: Any, copy: Callable[[jax.Array, Piece, jax.Array], None], tiling: RowTiling
+) -> None:
+    """Calls copy(stage, piece, KV tile) for each KV tile of a CTA once the stage is free."""
+    stages = tiling.num_stages
+
+    def copy_tile(tile: Tile, counts: Counts) -> None:
+        @pl.loop(tile.piece.first_tile, tile.end)
+        def _(t: jax.Array) -> None:
+            count = counts.kv_tiles + t - tile.piece.first_tile
+            stage = lax.rem(count, stages)
+            _wait_until_free(free, count, stages, stage)
+            copy(stage, tile.piece, t)
+
+    total = worklist.for_each_tile(gmem.items, cta, tiling, copy_tile).kv_tiles
+    if tiling.interpret:  # It wants every completion of a barrier to be seen.
+        for i in range(stages):
+            _wait_until_free(free, total + i, stages, lax.rem(total + i, stages))
+
+
+def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling: RowTiling) -> None:
+    """Copies the bias blocks of each tile; where q shares their ring, its rows before them."""
+    slots = tiling.band_slots
+
+    def wait(count: jax.Array, warpgroup: int) -> jax.Array:
+        index = lax.rem(count, slots) * WARPGROUPS + warpgroup
+        _wait_until_free(bars.band_free, count, slots, index)
+        return index
+
+    def copy_tile(tile: Tile, counts: Counts) -> None:
+        pieces = [worklist.rows_of(tile, w, tiling) for w in range(WARPGROUPS)]
+        if tiling.shares_ring:
+            for w, piece in enumerate(pieces):
+                index = wait(counts.slots, w)
+                place = prefill_buffers.query_slot(smem, lax.rem(counts.slots, slots), w)
+                _fetch_queries(gmem, place, bars.band_ready.at[index], piece, tiling)
+
+        @pl.loop(tile.first_biased, tile.end)
+        def _(t: jax.Array) -> None:
+            count = counts.slots + tiling.query_items + t - tile.first_biased
+            for w, piece in enumerate(pieces):
+                index = wait(count, w)
+                block = smem.band.at[lax.rem(count, slots), w]
+                band.fetch_block(gmem.rel_logits, block, bars.band_ready.at[index], piece, t, tiling)
+
+    total = worklist.for_each_tile(gmem.items, cta, tiling, copy_tile).slots
+    if tiling.interpret:
+        for i in range(slots):
+            for w in range(WARPGROUPS):
+                wait(total + i, w)
+
+
+def _stream_queries(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling: RowTiling) -> None:
+    """Copies the query rows of each tile into their own buffer."""
+
+    def copy_tile(tile: Tile, counts: Counts) -> None:
+        for w in range(WARPGROUPS):
+            _wait_until_free(bars.q_free, counts.tiles, 1, jnp.int32(w))
+            place = prefill_buffers.query_slot(smem, 0, w)
+            _fetch_queries(gmem, place, bars.q_ready.at[w], worklist.rows_of(tile, w, tiling), tiling)
+
+    total = worklist.for_each_tile(gmem.items, cta, tiling, copy_tile).tiles
+    if tiling.interpret:
+        for w in range(WARPGROUPS):
+            _wait_until_free(bars.q_free, total, 1, jnp.int32(w))
+
+
+def _fetch_queries(gmem: Gmem, place: Any, ready: Any, piece: Piece, tiling: RowTiling) -> None:
+    """Starts the copy of a warpgroup's query rows.
+
+    Rows past the sequence belong to the next one, or are zeros past the array, as are elements past head_dim, which
+    only keep the rows apart.
+    """
+    # Traced, since Pallas refuses a static slice that leaves an array.
+    group, width = tiling.problem.group, pl.ds(piece.row * 0, tiling.query_width)
+    source = gmem.q.at[pl.ds(piece.row, tiling.token_block), pl.ds(piece.head * group, group), width]
+    plgpu.copy_gmem_to_smem(source, place, ready)
+
+
+def _compute(
+    gmem: Gmem, out: Any, lse: Any, smem: Smem, bars: Barriers, warpgroup: jax.Array, cta: jax.Array, tiling: RowTiling
+) -> None:
+    """Attends a warpgroup's rows of each tile and writes them. Waits on every *_ready, arrives on every *_free."""
+
+    def attend(tile: Tile, counts: Counts) -> None:
+        work = prefill_tiles.Work(tile, counts, worklist.rows_of(tile, warpgroup, tiling), warpgroup)
+        state = prefill_tiles.attend_tile(smem, bars, work, tiling)
+        _write_rows(out, lse, state, work.rows, tiling)
+
+    worklist.for_each_tile(gmem.items, cta, tiling, attend)
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.table), cta, tiling)
+
+
+def _write_rows(out: Any, lse: Any, state: softmax.RowState, piece: Piece, tiling: RowTiling) -> None:
+    """Writes the live rows of a warpgroup."""
+    values, lse_log2 = softmax.finish_rows(state)
+    live = piece.tokens * tiling.problem.group
+
+    def row_of(row: Any) -> Any:
+        return schedule.output_row(tiling, piece, row)
+
+    epilogue.store_products(out, values, row_of, live, tiling)
+    if lse is not None:
+        epilogue.store_product_scalars(lse, lse_log2 * softmax.LN_2, row_of, live, tiling)

@@ -1,0 +1,49 @@
+"""Assembly and launch of the prefill kernel: its buffers and its call."""
+
+from typing import Any
+
+import jax
+
+from inkling_pallas.kernels import band, mosaic, pages, prefill, prefill_buffers
+from inkling_pallas.kernels.tiling import RowTiling
+from inkling_pallas.kernels.worklist import Worklist
+from inkling_pallas.problem import Operands
+
+_SMEM_BYTES = 226 * 1024  # less than a CTA may have, for barriers and alignment
+
+
+def fits(tiling: RowTiling) -> bool:
+    """True if the buffers fit a CTA's shared memory and a bias block fits a copy."""
+    return prefill_buffers.smem_bytes(tiling) <= _SMEM_BYTES and tiling.band_width <= 256
+
+
+def attend(
+    operands: Operands, work: Worklist, initial: tuple[jax.Array, ...], tiling: RowTiling, interpret: Any
+) -> tuple[jax.Array, ...]:
+    """Launches the kernel over `initial`, the outputs as rows of one head, and returns them."""
+    gmem = prefill_buffers.Gmem(
+        q=operands.q,
+        key=pages.split_pages(operands.cache_arrays[0], tiling),
+        value=pages.split_pages(operands.cache_arrays[-1], tiling),
+        block_table=operands.block_table,
+        rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
+        items=work.items,
+        table=work.table,
+    )
+    refs = [jax.new_ref(x) for x in initial]
+
+    def attend_tiles(*refs: Any, smem: Any, bars: Any) -> None:
+        inputs, (out, *lse) = refs[: len(gmem)], refs[len(gmem) :]
+        prefill.program(prefill_buffers.Gmem(*inputs), out, lse[0] if lse else None, smem, bars, tiling)
+
+    mosaic.kernel(
+        attend_tiles,
+        interpret=interpret,
+        auto_barriers=False,
+        out_type=(),
+        grid=(tiling.num_ctas,),
+        grid_names=("cta",),
+        num_threads=3,
+        scratch_types={"smem": prefill_buffers.smem_types(tiling), "bars": prefill_buffers.barrier_types(tiling)},
+    )(*gmem, *refs)
+    return tuple(jax.freeze(ref) for ref in refs)

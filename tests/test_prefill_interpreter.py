@@ -1,0 +1,122 @@
+"""The Hopper prefill kernel in the GPU interpreter, race detector on, against the float64 oracle."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.call import check_call
+from inkling_pallas.cases import Case, build
+from inkling_pallas.kernels import hopper
+from inkling_pallas.problem import safe_sequences
+from inkling_pallas.reference import reference_rel_attention
+from inkling_pallas.testing import assert_rows_close
+
+# The interpreter multiplies tiles with NumPy, which warns of the infinities that masks remove.
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
+
+LIMITS = {"bfloat16": 6e-3, "float16": 1.5e-3}
+NARROW = {"block_kv": 64, "num_stages": 2, "band_slots": 2, "bias_first": False}
+RING = {"block_kv": 128, "num_stages": 2, "band_slots": 2, "bias_first": True}
+
+
+def case(name, q_lens, kv_lens, config=NARROW, **kwargs):
+    facts: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 1, "rel_extent": 128, "block_size": 16}
+    return pytest.param(
+        Case(name=name, kind="interpreter", q_lens=q_lens, kv_lens=kv_lens, **facts | kwargs), config, id=name
+    )
+
+
+CASES = [
+    case("full", (33,), (33,), num_kv_heads=2, num_heads=16),
+    case("chunked", (11, 5), (200, 75)),
+    case("ring", (20, 5), (300, 75), RING, rel_extent=64),
+    case("window", (20, 3), (300, 75), window_size=(127, 0)),
+    case("ring_window", (20,), (400,), RING, window_size=(127, 0)),
+    case("window_past_the_extent", (18,), (200,), window_size=(127, 0), rel_extent=8, block_size=8),
+    case("empty", (0, 1, 0, 2), (0, 3, 7, 2), rel_extent=8, window_size=(4, 0), block_size=8, padding_rows=3),
+    case("no_keys", (1, 2), (0, 0), padding_rows=2),
+    case("more_rows_than_keys", (20,), (5,), num_kv_heads=2),
+    case("group_1", (70,), (130,), num_heads=1),
+    case("group_3", (33, 2), (130, 65), num_heads=3, rel_extent=64),
+    case("group_4", (33, 1), (150, 20), RING, num_heads=4, window_size=(100, 0)),
+    case("group_16", (9,), (100,), RING, num_heads=16, rel_extent=64),
+    case("head_dim_64", (20, 1), (130, 65), RING, head_dim=64, dtype="float16", rel_extent=64),
+    case("page_48", (17,), (130,), block_size=48, rel_extent=64),
+    case("page_784", (17,), (300,), block_size=784),
+    case("freed_pages", (4,), (300,), window_size=(127, 0), freed_pages=True),
+    case("packed", (17,), (70,), num_kv_heads=2, num_heads=16, layout="packed"),
+    case("interleaved", (17,), (70,), num_kv_heads=2, num_heads=16, layout="interleaved"),
+]
+
+
+def call(arguments, *, num_ctas=2, config=NARROW, few_rows=None, out=None, **overrides):
+    """Runs the prefill kernel with the race detector; returns what `attend` returns, as NumPy."""
+    names = dict.fromkeys(("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_seqlens"))
+    given = {**names, "causal": True, "return_lse": True, **arguments, "out": out, "backend": "portable"}
+    checked = check_call({**given, "interpret": False, **overrides})
+    problem = checked.problem
+    assert hopper.unsupported(problem) is None
+    choice = hopper.Config(program="prefill", num_ctas=num_ctas, few_rows=few_rows, **config)
+    sequences = safe_sequences(problem, checked.lengths)
+    plan = hopper.plan(problem, choice, sequences)
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+    return jax.tree.map(np.asarray, hopper.attend(problem, choice, checked.operands, sequences, plan, interpreter))
+
+
+def assert_right(arguments, capfd, limit=LIMITS["bfloat16"], **kwargs):
+    out, lse = call(arguments, **kwargs)
+    expected, expected_lse = reference_rel_attention(**{**arguments, "return_lse": True})
+    assert_rows_close(out, expected, limit=limit, actual_lse=lse, expected_lse=expected_lse)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("case", "config"), CASES)
+def test_matches_the_oracle_without_a_race(case, config, capfd):
+    assert_right(build(case), capfd, limit=LIMITS[case.dtype], config=config)
+
+
+def test_a_mixed_batch_runs_both_kernels(capfd):
+    lengths: dict[str, Any] = {"q_lens": (1, 20, 3, 0, 1), "kv_lens": (130, 90, 40, 8, 70)}
+    mixed = Case(name="mixed", kind="interpreter", num_heads=8, num_kv_heads=1, padding_rows=3, **lengths)
+    few_rows = hopper.Config(block_kv=64, num_stages=2, num_ctas=2)
+    assert_right(build(mixed), capfd, few_rows=few_rows)
+
+
+@pytest.mark.parametrize("num_ctas", [1, 5])
+def test_any_number_of_ctas_is_right(num_ctas, capfd):
+    two = Case(name="ctas", kind="interpreter", q_lens=(18, 9), kv_lens=(90, 70), num_heads=8, num_kv_heads=1)
+    assert_right(build(two), capfd, num_ctas=num_ctas)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (63, 0)])
+def test_parts_with_rows_far_past_or_before_their_keys_are_right(window, capfd):
+    arguments = build(
+        Case(name="parts", kind="interpreter", q_lens=(2, 9, 3), kv_lens=(100, 64, 30), num_heads=8, num_kv_heads=1)
+    )
+    arguments["window_size"] = window
+    arguments["kv_offset"] = np.array([0, 40, 500], np.int32)
+    arguments["total_seqlens"] = np.array([1000, 104, 530], np.int32)
+    assert_right(arguments, capfd)
+
+
+def test_writes_float32_into_the_array_given_as_out(capfd):
+    small = build(
+        Case(name="out", kind="interpreter", q_lens=(9,), kv_lens=(70,), num_heads=8, num_kv_heads=1, padding_rows=1)
+    )
+    out = jnp.full(small["q"].shape, jnp.nan, jnp.float32)
+    actual, lse = call(small, out=out, out_dtype="float32", return_lse=False)
+    assert lse is None
+    assert actual.dtype == np.float32
+    assert_rows_close(actual, reference_rel_attention(**small), limit=LIMITS["bfloat16"])
+
+
+def test_page_ids_outside_the_pool_spoil_only_their_own_sequence(capfd):
+    two = build(Case(name="ids", kind="interpreter", q_lens=(17, 3), kv_lens=(130, 70), num_heads=8, num_kv_heads=1))
+    spoiled = dict(two, block_table=two["block_table"].copy())
+    spoiled["block_table"][0, :] = [2**30, -5, 2**31 - 1] * 3
+    out, _ = call(spoiled)
+    assert_rows_close(out[17:], np.asarray(reference_rel_attention(**two))[17:], limit=LIMITS["bfloat16"])

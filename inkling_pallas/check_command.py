@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
             rows = [_case_row(case, backend, step) for case in cases]
             rows += [_contract_row(kind, run, backend, step) for kind, run in contract.items()]
         shown = [row for row in rows if not options.quiet or row[-1] != "ok"]
-        table(f"{backend} on {jax.devices()[0].device_kind}, jax {jax.__version__}", _COLUMNS, shown)
+        if shown:
+            table(f"{backend} on {jax.devices()[0].device_kind}, jax {jax.__version__}", _COLUMNS, shown)
         red += _summary(backend, [row[-1] for row in rows])
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)

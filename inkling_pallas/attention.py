@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.call import BatchPlan, check_call, planned_problem
 from inkling_pallas.contents import check_batch_contents
-from inkling_pallas.dispatch import Choice, Explanation, load_backend, warn_on_fallback
+from inkling_pallas.dispatch import Choice, Explanation, choose, load_backend, require_device, warn_on_fallback
 from inkling_pallas.errors import refuse
 from inkling_pallas.problem import Lengths, Operands, Problem, Sequences, safe_sequences
 from inkling_pallas.splits import default_device, device_capability
@@ -83,7 +83,7 @@ def inkling_rel_attention(
       return_lse: also return the log-sum-exp.
       backend: "auto" takes the fastest that can, by the default device; or a name.
       config: a Config of the backend; None chooses.
-      interpret: run a kernel in the Pallas GPU interpreter; portable has no kernel and refuses.
+      interpret: run the named kernel in the Pallas GPU interpreter; portable has no kernel and refuses.
 
     Returns:
       [num_tokens, num_heads, head_dim], and with return_lse natural-log float32[num_tokens, num_heads]. Rows without a
@@ -95,6 +95,8 @@ def inkling_rel_attention(
       NotImplementedError: where no (or not the named) backend takes the call, and when differentiated.
 
     Numerics:
+      A row has the same bits in every run of the same batch. With a kernel that splits keys, the lengths of other
+      sequences move the cuts and so the last bits of a row; `num_splits=1` keeps each sequence whole.
       float32 scores, softmax and accumulation; weights are rounded to the dtype of the cache before they meet the
       values.
 
@@ -113,7 +115,9 @@ def inkling_rel_attention(
         raise refuse(
             "rel_logits", "be an array", "None", "It is [num_tokens, num_heads, rel_extent]; see relative_logits()."
         )
-    warn_on_fallback(call.choice)
+    if backend == "auto" and plan is None:
+        warn_on_fallback(call.choice)
+    require_device(call.choice, call.operands, call.interpret)
     static = _Static(call.problem, call.choice.backend, call.choice.config, call.interpret)
     result, lse = _jitted_operator(static, call.operands, call.lengths, call.plan)
     return (result, lse) if return_lse else result
@@ -146,6 +150,8 @@ def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Ba
       (4, 8, 128)
     """
     call = check_call(_bound(q, key_cache, value_cache, {"softmax_scale": 1.0, "rel_logits": None, **arguments}))
+    if arguments.get("backend", "auto") == "auto":
+        warn_on_fallback(call.choice)
     sequences, work = _jitted_plan(call.problem, call.choice, call.lengths)
     return BatchPlan(
         sequences=sequences,
@@ -199,12 +205,15 @@ def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Expla
       'portable'
     """
     call = check_call(_bound(q, key_cache, value_cache, arguments))
+    faster = call.choice.passed_over
+    if call.plan is not None and arguments.get("backend", "auto") == "auto":
+        faster = choose(call.problem, "auto", None).passed_over  # the plan was made with these in mind
     return Explanation(
         backend=call.choice.backend,
         config=call.choice.config,
         device=default_device().device_kind,
         capability=device_capability(),
-        passed_over=dict(call.choice.passed_over),
+        passed_over=dict(faster),
     )
 
 

@@ -76,8 +76,8 @@ class Batch:
         first_page = jnp.asarray(layer, jnp.int32) * num_blocks
         return dataclasses.replace(
             self,
-            block_table=jnp.where(table < 0, table, table + first_page),
-            slots=jnp.where(slots < 0, slots, slots + first_page * block_size),
+            block_table=_moved(table, first_page, num_blocks),
+            slots=_moved(slots, first_page * block_size, num_blocks * block_size),
         )
 
     def pad_rows(self, rows: Any) -> np.ndarray:
@@ -95,6 +95,11 @@ class Batch:
             rule = f"have at most num_tokens = {self.num_tokens} entries on axis 0"
             raise refuse("rows", rule, len(rows), "It is one entry per row of the batch.")
         return np.pad(rows, [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
+
+
+def _moved(index: jax.Array, by: jax.Array, size: int) -> jax.Array:
+    """Returns the index moved into its layer's part of a pool; one outside the layer must not reach the next one's."""
+    return jnp.where((index >= 0) & (index < size), index + by, -1)
 
 
 def make_batch(

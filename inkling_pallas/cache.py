@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from inkling_pallas import layouts
-from inkling_pallas.errors import FLOAT_DTYPES, refuse, require_array, static_int
+from inkling_pallas.errors import FLOAT_DTYPES, float_dtype, refuse, require_array, static_int
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout"])
@@ -108,8 +108,7 @@ class PagedKVCache:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         dims = layouts.CacheDims(**{name: static_int(name, size, 1) for name, size in sizes.items()})
         shape = layouts.array_shape(_known_layout(layout), dims)
-        if np.dtype(dtype).name not in FLOAT_DTYPES:
-            raise refuse("dtype", f"be one of {', '.join(FLOAT_DTYPES)}", np.dtype(dtype).name, "It is that of q.")
+        float_dtype("dtype", dtype, "It is that of q.")
         return cls(arrays=tuple(jnp.zeros(shape, dtype) for _ in range(_num_arrays(layout))), layout=layout)
 
     @property

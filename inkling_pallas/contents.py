@@ -6,7 +6,7 @@ import jax.core
 import numpy as np
 
 from inkling_pallas.errors import refuse
-from inkling_pallas.problem import Lengths, Problem
+from inkling_pallas.problem import LENGTH_LIMIT, Lengths, Problem
 
 
 def check_batch_contents(problem: Problem, block_table: Any, lengths: Lengths, max_seqlen_q: int) -> None:
@@ -84,9 +84,13 @@ def _check_rows(problem: Problem, cu_seqlens_q: np.ndarray, max_seqlen_q: int) -
 def _check_parts(lengths: Lengths, cached: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (kv_offset, total_seqlens) after checking that a part with keys lies inside its sequence."""
     offset = np.zeros_like(cached) if lengths.kv_offset is None else _concrete("kv_offset", lengths.kv_offset)
-    _check_entries("kv_offset", offset, offset >= 0, "be at least 0")
+    _check_entries("kv_offset", offset, _is_length(offset), f"lie in [0, {LENGTH_LIMIT}]")
     total = offset + cached if lengths.total_seqlens is None else _concrete("total_seqlens", lengths.total_seqlens)
-    _check_entries("total_seqlens", total, total >= 0, "be at least 0")
+    _check_entries("total_seqlens", total, _is_length(total), f"lie in [0, {LENGTH_LIMIT}]")
     inside = (cached == 0) | (offset + cached <= total)
     _check_entries("total_seqlens", total, inside, "be at least kv_offset + cache_seqlens of its sequence")
     return offset, total
+
+
+def _is_length(values: np.ndarray) -> np.ndarray:
+    return (values >= 0) & (values <= LENGTH_LIMIT)

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import jax.core
+
 from inkling_pallas.errors import refuse
-from inkling_pallas.problem import Problem
+from inkling_pallas.problem import Operands, Problem
 from inkling_pallas.splits import default_device, device_capability
 
 BACKENDS = ("portable", "hopper")
@@ -43,8 +45,10 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"backend {self.backend!r} with {self.config} on {self.device}"]
         lines += [f"not {name!r}: {reason}" for name, reason in self.passed_over.items()]
-        if self.capability is None and not self.passed_over:
-            lines.append("no faster one: kernels need an NVIDIA GPU, and the default device is none.")
+        if self.backend == "portable" and not self.passed_over:
+            none_here = f"there is no kernel for {self.device} yet."
+            no_card = "kernels need an NVIDIA GPU, and the default device is none."
+            lines.append(f"no faster one: {no_card if self.capability is None else none_here}")
         return "\n".join(lines)
 
 
@@ -104,6 +108,21 @@ def _wrong_config(module: ModuleType, config: Any, name: str, backend: str) -> s
     if backend == "auto" and name != "portable":
         return f"config must {expected}; got {type(config).__name__}."
     raise refuse("config", expected, type(config).__name__, "None lets the backend choose.")
+
+
+def require_device(choice: Choice, operands: Operands, interpret: bool) -> None:
+    """Raises NotImplementedError where a kernel is to run now on a device that it is not for.
+
+    Nothing is known of the device inside a traced call: that may be compiled for a card that is elsewhere.
+    """
+    if choice.backend == "portable" or interpret or isinstance(operands.q, jax.core.Tracer):
+        return
+    (device, *_) = operands.q.devices()
+    capability = device_capability(device)
+    if choice.backend not in _KERNELS_BY_CAPABILITY.get((capability or (0, 0))[0], ()):
+        what = device.device_kind if capability is None else f"{device.device_kind}, compute capability {capability}"
+        advice = "Use backend='auto', or interpret=True to run it in the Pallas interpreter."
+        raise NotImplementedError(f"backend {choice.backend!r} must run on its own GPUs; got {what}. {advice}")
 
 
 def warn_on_fallback(choice: Choice) -> None:

@@ -52,3 +52,14 @@ def require_array(argument: str, array: Any, shape: tuple[int | str, ...], dtype
         raise refuse(argument, f"have shape {wanted}", tuple(array.shape), advice)
     if np.dtype(array.dtype).name != dtype:
         raise refuse(argument, f"have dtype {dtype}", np.dtype(array.dtype).name, advice)
+
+
+def float_dtype(argument: str, dtype: Any, advice: str) -> str:
+    """Returns the name of a float dtype that the package computes with, or raises ValueError for any other value."""
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in FLOAT_DTYPES:
+        raise refuse(argument, f"be one of {', '.join(FLOAT_DTYPES)}", name, advice)
+    return name

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from inkling_pallas.errors import FLOAT_DTYPES, describe, refuse, require_array, static_bool, static_int
+from inkling_pallas.errors import FLOAT_DTYPES, describe, float_dtype, refuse, require_array, static_bool, static_int
 from inkling_pallas.layouts import AXES, HEAD_AXIS, CacheDims, cache_dims
 
 # Lengths from outside are clipped to this before they are added or subtracted, so that no int32 can wrap around.
 LENGTH_LIMIT = 2**29
+# No distance and no number of rows gets here: a window or a bucket as large is unlimited, and fits an int32.
+_FARTHEST = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not pair or any(isinstance(x, bool) or not isinstance(x, int | np.integer) or x < -1 for x in window_size):
         raise refuse("window_size", rule, describe(window_size), advice)
-    left, right = (None if x == -1 else int(x) for x in window_size)
+    left, right = (None if x == -1 or x >= _FARTHEST else int(x) for x in window_size)
     return left, 0 if causal else right
 
 
@@ -180,7 +182,7 @@ def make_problem(
     _require_lengths(lengths, batch_size)
     is_causal = static_bool("causal", causal)
     left, right = _window(window_size, is_causal)
-    result_dtype = _out_dtype(out_dtype, dtype)
+    result_dtype = dtype if out_dtype is None else float_dtype("out_dtype", out_dtype, "None gives the dtype of q.")
     if out is not None:
         require_array("out", out, tuple(q.shape), result_dtype, "It is an array like the result.")
     return Problem(
@@ -189,7 +191,7 @@ def make_problem(
         batch_size=batch_size,
         **dims._asdict(),
         max_blocks=block_table.shape[1],
-        max_seqlen_q=bucket(static_int("max_seqlen_q", max_seqlen_q, 1)),
+        max_seqlen_q=min(bucket(static_int("max_seqlen_q", max_seqlen_q, 1)), _FARTHEST),
         softmax_scale=_static_scale(softmax_scale),
         causal=is_causal,
         window_left=left,
@@ -210,16 +212,6 @@ def _require_lengths(lengths: Lengths, batch_size: int) -> None:
         array = getattr(lengths, name)
         if array is not None:
             require_array(name, array, (batch_size,), "int32", "One value per row of block_table, or None.")
-
-
-def _out_dtype(out_dtype: Any, default: str) -> str:
-    try:
-        name = default if out_dtype is None else np.dtype(out_dtype).name
-    except TypeError:
-        name = repr(out_dtype)
-    if name not in FLOAT_DTYPES:
-        raise refuse("out_dtype", "be bfloat16, float16, float32 or None", name, "None gives the dtype of q.")
-    return name
 
 
 def safe_sequences(problem: Problem, lengths: Lengths) -> Sequences:

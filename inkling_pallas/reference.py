@@ -45,9 +45,11 @@ def reference_rel_attention(
 
     For packed row t, which is row i of sequence b, and key j of its table::
 
-        dist  = (total_seqlens[b] - q_len + i) - (kv_offset[b] + j)
-        logit = softmax_scale * dot(q[t, h], k[j, h // group]) + (rel_logits[t, h, dist] if 0 <= dist < rel_extent else
-        0) out   = softmax(logit) @ v over the keys that the causal mask and the window leave
+        dist   = (total_seqlens[b] - q_len + i) - (kv_offset[b] + j)
+        bias   = rel_logits[t, h, dist] if 0 <= dist < rel_extent else 0
+        logit  = softmax_scale * dot(q[t, h], k[j, h // group]) + bias
+        masked : dist < 0 if causal; dist > left or -dist > right
+        out    = softmax_j(logit) @ v
 
     Args:
       q: float[num_tokens, num_heads, head_dim].

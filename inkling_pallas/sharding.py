@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.cache import PagedKVCache, write_kv
 from inkling_pallas.context import ContextShards
-from inkling_pallas.errors import refuse, static_int
+from inkling_pallas.errors import float_dtype, refuse, static_bool, static_int
 from inkling_pallas.layouts import HEAD_AXIS
 
 _BY_SHARD = ("block_table", "cache_seqlens", "kv_offset")
@@ -191,11 +191,13 @@ class AttentionMesh:
         """Returns the merged result of all parts; runs on each device with its own part."""
         assert self.context_axis is not None
         mine = {name: array[0] if name in _BY_SHARD else array for name, array in arrays.items()}
+        wanted = static.get("out_dtype")
+        dtype = q.dtype if wanted is None else float_dtype("out_dtype", wanted, "None gives the dtype of q.")
+        return_lse = static_bool("return_lse", static.get("return_lse", False))
         how = static | {"return_lse": True, "out_dtype": jnp.float32}
         out, lse = inkling_rel_attention(q, cache, None, **mine, **how)
         out, lse = merge_over_axis(out, lse, self.context_axis)
-        out = out.astype(static.get("out_dtype") or q.dtype)
-        return (out, lse) if static.get("return_lse") else out
+        return (out.astype(dtype), lse) if return_lse else out.astype(dtype)
 
     def _cache_spec(self, layout: str) -> PartitionSpec:
         by_head = [self.kv_head_axes or None if axis == HEAD_AXIS[layout] else None for axis in range(4)]

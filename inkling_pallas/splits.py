@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from inkling_pallas.errors import static_int
+from inkling_pallas.errors import refuse, static_int
 
 # Our split-KV bound on Hopper. One sequence can use every SM of the card (132 on an H100 or H200); a power of two keeps
 # the number of compiled variants small as max_kv_len grows.
@@ -56,7 +56,7 @@ def inkling_num_splits(
       table that vLLM's Inkling model uses for its FlashAttention-4 kernel.
 
     Raises:
-      ValueError: if a size is not a static int >= 1.
+      ValueError: if a size is not a static int >= 1, or num_heads no multiple of num_kv_heads.
 
     Example:
       >>> sizes = dict(batch_size=8, max_query_len=1, num_heads=64, num_kv_heads=8, max_kv_len=131072)
@@ -72,6 +72,9 @@ def inkling_num_splits(
     }
     for argument, value in sizes.items():
         static_int(argument, value, 1)
+    if num_heads % num_kv_heads:
+        rule, advice = f"be a multiple of num_kv_heads = {num_kv_heads}", "Both are those of one device."
+        raise refuse("num_heads", rule, num_heads, advice)
     major = (capability or device_capability() or (0, 0))[0]
     if major == 9 and not match_vllm:
         return min(_HOPPER_MAX_SPLITS, bucket_max_seqlen_q(-(-max_kv_len // _KEYS_PER_SPLIT)))

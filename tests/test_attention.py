@@ -272,7 +272,7 @@ def test_explain_says_what_and_why():
 
 
 def test_a_gpu_call_on_portable_warns_once(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_capability", lambda: (8, 0))
+    monkeypatch.setattr(dispatch, "device_capability", lambda *_: (8, 0))
     dispatch._warn_once.cache_clear()
     with pytest.warns(
         ip.PortableFallbackWarning, match="takes the portable backend on a GPU, which is slower than a kernel"
@@ -367,7 +367,7 @@ def test_shard_map_over_heads():
 
 
 def _on_hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "device_capability", lambda: (9, 0))
+    monkeypatch.setattr(dispatch, "device_capability", lambda *_: (9, 0))
     dispatch._warn_once.cache_clear()
 
 
@@ -388,3 +388,37 @@ def test_auto_waits_for_a_run_on_a_card(monkeypatch):
     many_rows = build(Case(name="many_rows", kind="attention", q_lens=(100,), kv_lens=(100,)))
     assert "has not run on a card yet" in ip.explain(**many_rows).passed_over["hopper"]
     assert ip.explain(**many_rows, backend="hopper").config.program == "prefill"
+
+
+@pytest.mark.parametrize("side", [2**30, 2**31 - 2, 2**31 - 1, 2**63 - 1])
+def test_a_window_larger_than_any_distance_is_unlimited(side):
+    call = build(Case(name="wide", kind="attention", q_lens=(5, 4), kv_lens=(3, 50)))
+    for causal in (True, False):
+        unlimited = ip.inkling_rel_attention(**{**call, "causal": causal, "window_size": (-1, -1)})
+        chex.assert_trees_all_equal(
+            ip.inkling_rel_attention(**{**call, "causal": causal, "window_size": (side, side)}), unlimited
+        )
+
+
+def test_max_seqlen_q_may_be_larger_than_any_batch():
+    call = build(_MIXED)
+    base = np.asarray(ip.inkling_rel_attention(**call), np.float64)
+    assert_rows_close(ip.inkling_rel_attention(**{**call, "max_seqlen_q": 2**31 - 1}), base, limit=_LIMIT)
+
+
+def test_a_plan_warns_of_the_fallback_and_the_calls_with_it_do_not(monkeypatch):
+    _on_hopper(monkeypatch)
+    call = build(dataclasses.replace(_MIXED, dtype="float32"))
+    with pytest.warns(ip.PortableFallbackWarning, match="must have dtype bfloat16 or float16 on Hopper"):
+        plan = ip.plan_batch(**call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ip.inkling_rel_attention(**call, plan=plan)
+        ip.inkling_rel_attention(**call, backend="portable")
+    assert "must have dtype" in ip.explain(**call, plan=plan).passed_over["hopper"]
+
+
+def test_explain_names_a_card_without_a_kernel(monkeypatch):
+    monkeypatch.setattr(dispatch, "device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(attention, "device_capability", lambda *_: (8, 0))
+    assert "no faster one: there is no kernel for" in str(ip.explain(**build(_MIXED)))

@@ -137,11 +137,11 @@ _REFUSED = {
     ),
     "out_dtype": (
         {"out_dtype": jnp.int8},
-        "out_dtype must be bfloat16, float16, float32 or None; got int8. None gives the dtype of q.",
+        "out_dtype must be one of bfloat16, float16, float32; got int8. None gives the dtype of q.",
     ),
     "out_dtype word": (
         {"out_dtype": "floaty"},
-        "out_dtype must be bfloat16, float16, float32 or None; got 'floaty'. None gives the dtype of q.",
+        "out_dtype must be one of bfloat16, float16, float32; got 'floaty'. None gives the dtype of q.",
     ),
     "config": (
         {"config": {"block_q": 8}},
@@ -149,7 +149,7 @@ _REFUSED = {
     ),
     "interpret portable": (
         {"backend": "portable", "interpret": True},
-        "interpret must be False for backend 'portable'; got True. It is plain JAX and runs on a CPU as it is.",
+        "interpret must be False for backend 'portable'; got True. It is plain JAX and runs on a CPU as it is; to interpret a kernel, name it: backend='hopper'.",
     ),
     "plan": ({"plan": {}}, "plan must be a BatchPlan or None; got dict. Make one plan_batch per kind of layer."),
 }
@@ -245,7 +245,11 @@ _WRONG_CONTENTS = {
     ),
     "kv_offset": (
         {"kv_offset": np.array([0, -1], np.int32)},
-        "kv_offset[1] must be at least 0; got -1. 1 entries of kv_offset break this rule.",
+        "kv_offset[1] must lie in [0, 536870912]; got -1. 1 entries of kv_offset break this rule.",
+    ),
+    "far offset": (
+        {"kv_offset": np.array([0, 600_000_000], np.int32), "total_seqlens": np.array([20, 600_000_040], np.int32)},
+        "kv_offset[1] must lie in [0, 536870912]; got 600000000. 1 entries of kv_offset break this rule.",
     ),
     "total_seqlens": (
         {"total_seqlens": np.array([19, 40], np.int32)},
@@ -278,3 +282,13 @@ def test_check_batch_does_not_mind_what_is_never_read():
 def test_check_batch_is_for_the_host():
     with pytest.raises(ValueError, match=r"check_batch runs on the host: call it outside jax\.jit"):
         jax.jit(lambda lengths: ip.check_batch(**_with(cache_seqlens=lengths)))(jnp.asarray(_CALL["cache_seqlens"]))
+
+
+def test_a_kernel_named_on_a_device_it_is_not_for_is_refused():
+    if jax.default_backend() != "cpu":
+        pytest.skip("needs a CPU to be refused on")
+    decode = build(Case(name="decode", kind="input", q_lens=(1,), kv_lens=(20,), rel_extent=8, head_dim=64))
+    with pytest.raises(
+        NotImplementedError, match=r"^backend 'hopper' must run on its own GPUs; got cpu\. Use backend='auto', or"
+    ):
+        ip.inkling_rel_attention(**decode, backend="hopper")

@@ -402,3 +402,10 @@ def test_a_server_that_does_not_fix_its_table_traces_more():
     count = len(ip.Buckets.for_server(**limits).variants())
     with pytest.raises(AssertionError, match="traced"):
         serve_shapes(trace_path(), None, count)
+
+
+def test_a_page_of_no_layer_reaches_no_other_layer():
+    batch = ip.make_batch([1, 1], [1, 1], block_size=16, block_tables=[[41], [3]])
+    own = batch.in_layer(1, num_blocks=40, block_size=16)
+    assert own.block_table.tolist() == [[-1], [43]]
+    assert own.slots.tolist() == [-1, 43 * 16]

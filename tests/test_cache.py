@@ -261,3 +261,10 @@ def test_what_is_wrong_with_a_cache_is_said(call, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_zeros_refuses_an_unknown_dtype():
+    with pytest.raises(
+        ValueError, match=r"^dtype must be one of bfloat16, float16, float32; got 'fp8'\. It is that of q\.$"
+    ):
+        ip.PagedKVCache.zeros(num_blocks=1, block_size=1, num_kv_heads=1, head_dim=16, dtype="fp8")

@@ -102,3 +102,9 @@ def test_every_bound_is_at_least_one():
             "max_kv_len": kv_len,
         }
         assert all(_bound(**sizes, capability=c) >= 1 for c in [(9, 0), (10, 0), None])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 8), (12, 5)])
+def test_heads_must_be_those_of_one_device(heads, kv_heads):
+    with pytest.raises(ValueError, match=rf"^num_heads must be a multiple of num_kv_heads = {kv_heads}; got {heads}"):
+        _bound(num_heads=heads, num_kv_heads=kv_heads, capability=(10, 0))

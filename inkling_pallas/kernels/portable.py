@@ -75,7 +75,8 @@ def attend(
     """
     if interpret:
         raise ValueError(
-            "interpret must be False for backend 'portable'; got True. It is plain JAX and runs on a CPU as it is."
+            "interpret must be False for backend 'portable'; got True. "
+            "It is plain JAX and runs on a CPU as it is; to interpret a kernel, name it: backend='hopper'."
         )
     out = jnp.zeros((problem.num_tokens, problem.num_heads, problem.head_dim), problem.out_dtype)
     if operands.out is not None:

@@ -3,23 +3,20 @@
 import dataclasses
 from typing import Any
 
-import jax
+import interpreted
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreted import LIMITS
 
 from inkling_pallas.call import check_call
 from inkling_pallas.cases import Case, build
 from inkling_pallas.kernels import hopper
-from inkling_pallas.problem import safe_sequences
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.testing import assert_rows_close
 
 # The interpreter multiplies tiles with NumPy, which warns of the infinities that masks remove.
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
-
-LIMITS = {"bfloat16": 6e-3, "float16": 1.5e-3}
 
 
 def case(name, q_lens, kv_lens, **kwargs):
@@ -49,35 +46,13 @@ CASES = [
 ]
 
 
-def call(arguments, *, num_ctas=3, block_kv=64, out=None, **overrides):
-    """Runs both kernels with the race detector; returns what `attend` returns, as NumPy."""
-    names = {
-        "causal": True,
-        "num_splits": None,
-        "out_dtype": None,
-        "return_lse": True,
-        "plan": None,
-        "config": None,
-        "kv_offset": None,
-        "total_seqlens": None,
-    }
-    given = {**names, **arguments, "out": out, "backend": "portable", "interpret": False, **overrides}
-    checked = check_call(given)
-    problem = checked.problem
-    assert hopper.unsupported(problem) is None
+def call(arguments, *, num_ctas=3, block_kv=64, **overrides):
     config = hopper.Config(block_kv=block_kv, num_stages=2, num_ctas=num_ctas)
-    sequences = safe_sequences(problem, checked.lengths)
-    plan = hopper.plan(problem, config, sequences)
-    interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    results = hopper.attend(problem, config, checked.operands, sequences, plan, interpreter)
-    return jax.tree.map(np.asarray, results)
+    return interpreted.attend(arguments, config, **overrides)
 
 
 def assert_right(arguments, capfd, limit=LIMITS["bfloat16"], **kwargs):
-    out, lse = call(arguments, **kwargs)
-    expected, expected_lse = reference_rel_attention(**{**arguments, "return_lse": True})
-    assert_rows_close(out, expected, limit=limit, actual_lse=lse, expected_lse=expected_lse)
-    assert "RACE" not in "".join(capfd.readouterr())
+    interpreted.assert_right(call(arguments, **kwargs), arguments, capfd, limit)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,23 +2,20 @@
 
 from typing import Any
 
-import jax
+import interpreted
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreted import LIMITS
 
-from inkling_pallas.call import check_call
 from inkling_pallas.cases import Case, build
 from inkling_pallas.kernels import hopper
-from inkling_pallas.problem import safe_sequences
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.testing import assert_rows_close
 
 # The interpreter multiplies tiles with NumPy, which warns of the infinities that masks remove.
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
 
-LIMITS = {"bfloat16": 6e-3, "float16": 1.5e-3}
 NARROW = {"block_kv": 64, "num_stages": 2, "band_slots": 2, "bias_first": False}
 RING = {"block_kv": 128, "num_stages": 2, "band_slots": 2, "bias_first": True}
 
@@ -53,25 +50,13 @@ CASES = [
 ]
 
 
-def call(arguments, *, num_ctas=2, config=NARROW, few_rows=None, out=None, **overrides):
-    """Runs the prefill kernel with the race detector; returns what `attend` returns, as NumPy."""
-    names = dict.fromkeys(("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_seqlens"))
-    given = {**names, "causal": True, "return_lse": True, **arguments, "out": out, "backend": "portable"}
-    checked = check_call({**given, "interpret": False, **overrides})
-    problem = checked.problem
-    assert hopper.unsupported(problem) is None
+def call(arguments, *, num_ctas=2, config=NARROW, few_rows=None, **overrides):
     choice = hopper.Config(program="prefill", num_ctas=num_ctas, few_rows=few_rows, **config)
-    sequences = safe_sequences(problem, checked.lengths)
-    plan = hopper.plan(problem, choice, sequences)
-    interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    return jax.tree.map(np.asarray, hopper.attend(problem, choice, checked.operands, sequences, plan, interpreter))
+    return interpreted.attend(arguments, choice, **overrides)
 
 
 def assert_right(arguments, capfd, limit=LIMITS["bfloat16"], **kwargs):
-    out, lse = call(arguments, **kwargs)
-    expected, expected_lse = reference_rel_attention(**{**arguments, "return_lse": True})
-    assert_rows_close(out, expected, limit=limit, actual_lse=lse, expected_lse=expected_lse)
-    assert "RACE" not in "".join(capfd.readouterr())
+    interpreted.assert_right(call(arguments, **kwargs), arguments, capfd, limit)
 
 
 @pytest.mark.parametrize(("case", "config"), CASES)

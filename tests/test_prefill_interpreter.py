@@ -45,6 +45,7 @@ CASES = [
     case("page_48", (17,), (130,), block_size=48, rel_extent=64),
     case("page_784", (17,), (300,), block_size=784),
     case("freed_pages", (4,), (300,), window_size=(127, 0), freed_pages=True),
+    case("last_keys_in_the_first_page_of_a_tile", (20,), (157,), RING, window_size=(4, 0), rel_extent=8),
     case("packed", (17,), (70,), num_kv_heads=2, num_heads=16, layout="packed"),
     case("interleaved", (17,), (70,), num_kv_heads=2, num_heads=16, layout="interleaved"),
 ]
@@ -62,6 +63,27 @@ def assert_right(arguments, capfd, limit=LIMITS["bfloat16"], **kwargs):
 @pytest.mark.parametrize(("case", "config"), CASES)
 def test_matches_the_oracle_without_a_race(case, config, capfd):
     assert_right(build(case), capfd, limit=LIMITS[case.dtype], config=config)
+
+
+def test_keys_that_left_the_window_may_be_nan_in_a_page_still_used(capfd):
+    window = build(
+        Case(
+            name="left",
+            kind="interpreter",
+            q_lens=(30,),
+            kv_lens=(75,),
+            num_heads=8,
+            num_kv_heads=1,
+            rel_extent=8,
+            window_size=(4, 0),
+            block_size=64,
+        )
+    )
+    page = int(np.asarray(window["block_table"])[0, 0])
+    for cache in ("key_cache", "value_cache"):
+        window[cache] = np.asarray(window[cache]).copy()
+        window[cache][page, :41] = np.nan
+    assert_right(window, capfd, config=RING)
 
 
 def test_a_mixed_batch_runs_both_kernels(capfd):

@@ -36,7 +36,7 @@ class Item(NamedTuple):
     first_pos: jax.Array
     first_tile: jax.Array
     tiles: jax.Array
-    live_begin: jax.Array  # keys that some row of the sequence sees
+    live_begin: jax.Array  # of a V tile the rows before it and from live_end on are cleared
     live_end: jax.Array
     total: jax.Array  # live items of the list
 
@@ -93,9 +93,9 @@ def _items_at(index: jax.Array, blocks: jax.Array, ends: jax.Array, tiling: RowT
     sequence = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
     sequence = jnp.minimum(sequence, problem.batch_size - 1)
     start, q_len, kv_len, first_pos = (x[sequence] for x in sequences)
-    live_begin, live_end = schedule.live_keys(kv_len, q_len, first_pos, window_left=problem.window_left)
     skipped = (index - (ends - blocks)[sequence]) * tiling.tile_tokens
     tokens = jnp.clip(q_len - skipped, 0, tiling.tile_tokens)
+    live_begin, live_end = _clean_keys(kv_len, q_len, tokens, first_pos, skipped, tiling)
     first_tile, tiles = schedule.tile_range(
         kv_len, tokens, first_pos + skipped, block_kv=tiling.block_kv, window_left=problem.window_left
     )
@@ -111,6 +111,21 @@ def _items_at(index: jax.Array, blocks: jax.Array, ends: jax.Array, tiling: RowT
         live_end=live_end,
         total=jnp.broadcast_to(ends[-1], index.shape),
     )
+
+
+def _clean_keys(
+    kv_len: jax.Array, q_len: jax.Array, tokens: jax.Array, first_pos: jax.Array, skipped: jax.Array, tiling: RowTiling
+) -> tuple[jax.Array, jax.Array]:
+    """Returns [begin, end) of the keys of an item that come from finite memory.
+
+    All that rows of the sequence see do. But chunks that the item needs none of are copies of its first or last, and
+    where those are one chunk, it may hold the keys at an end of the sequence, and dead ones past them.
+    """
+    window_left = tiling.problem.window_left
+    begin, end = schedule.live_keys(kv_len, q_len, first_pos, window_left=window_left)
+    first, stop = schedule.live_keys(kv_len, tokens, first_pos + skipped, window_left=window_left)
+    alone = lax.div(first, tiling.chunk) >= lax.div(jnp.maximum(stop, 1) - 1, tiling.chunk)
+    return jnp.where(alone, first, begin), jnp.where(alone, stop, end)
 
 
 def for_each_tile(items: Any, cta: jax.Array, tiling: RowTiling, body: Callable[[Tile, Counts], None]) -> Counts:

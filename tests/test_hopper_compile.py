@@ -107,6 +107,7 @@ COMPILED = {
     "interleaved cache": (make_problem(64, 16, local=True, layout="interleaved"), 168, 0),
     # Three warpgroups start with 168 registers a thread; the two that compute then take 232.
     "prefill, global": (make_problem(64, 8, batch=1, q_len=8192), 168, 0),
+    "prefill, too few tiles for clusters": (make_problem(8, 1, batch=1, q_len=8192), 168, 0),
     "prefill, local": (make_problem(64, 16, batch=8, q_len=4096, local=True, return_lse=True), 168, 0),
     "mixed, group 4, page 16": (make_problem(64, 16, q_len=2048, block_size=16), 168, 0),
 }

@@ -93,6 +93,12 @@ def test_a_mixed_batch_runs_both_kernels(capfd):
     assert_right(build(mixed), capfd, few_rows=few_rows)
 
 
+@pytest.mark.parametrize("config", [NARROW, RING], ids=["narrow", "ring"])
+def test_a_cluster_of_ctas_shares_keys(config, capfd):
+    two = Case(name="cluster", kind="interpreter", q_lens=(37, 2), kv_lens=(90, 70), num_heads=8, num_kv_heads=1)
+    assert_right(build(two), capfd, num_ctas=4, config={**config, "cluster_size": 2})
+
+
 @pytest.mark.parametrize("num_ctas", [1, 5])
 def test_any_number_of_ctas_is_right(num_ctas, capfd):
     two = Case(name="ctas", kind="interpreter", q_lens=(18, 9), kv_lens=(90, 70), num_heads=8, num_kv_heads=1)

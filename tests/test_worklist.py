@@ -112,7 +112,7 @@ def test_bands_need_no_mask_and_no_bias_that_they_lack(tokens, kv_len, shift, wi
     item = worklist.Item(*worklist.make_worklist(tiling, positions).items[0])
     tile = worklist.tile_of(item, jnp.int32(0), tiling)
     for warpgroup in range(WARPGROUPS):
-        rows = worklist.rows_of(tile, warpgroup, tiling)
+        rows = worklist.rows_of(tile, 0, warpgroup, tiling)
         bands = Edges(*map(int, worklist.bands_of(tile, rows, tiling)))
         first_pos = int(rows.first_pos)
         assert list(bands) == sorted(bands)

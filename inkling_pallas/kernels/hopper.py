@@ -15,6 +15,7 @@ from inkling_pallas.problem import Operands, Problem, Sequences
 _SMEM_BYTES = 227 * 1024
 _SMEM_ALIGNMENT = 1024
 _FEWEST_COLUMNS = 8  # of a matrix product
+_MANY_TILES = 4  # of a CTA of the prefill kernel: from here on in clusters
 _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
 
 
@@ -22,8 +23,9 @@ _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode k
 class Config:
     """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM), and which kernel.
 
-    The prefill kernel also has a number of bias blocks in flight, and may start the scores from their bias; it leaves
-    sequences with few rows to a decode kernel of config `few_rows`, if there is one.
+    The prefill kernel also has a number of bias blocks in flight, may start the scores from their bias, and runs in
+    clusters of `cluster_size` CTAs that fetch keys for each other. It leaves sequences with few rows to a decode kernel
+    of config `few_rows`, if there is one.
     """
 
     block_kv: int
@@ -32,6 +34,7 @@ class Config:
     program: Literal["decode", "prefill"] = "decode"
     band_slots: int = 2
     bias_first: bool = True
+    cluster_size: int = 1
     few_rows: "Config | None" = None
 
 
@@ -54,6 +57,8 @@ def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> Ro
         num_ctas=config.num_ctas,
         band_slots=config.band_slots,
         bias_first=config.bias_first,
+        cluster_size=config.cluster_size,
+        cluster_axis="rank" if config.cluster_size > 1 else None,
         interpret=interpret,
     )
 
@@ -102,17 +107,27 @@ def _split_batch(problem: Problem, sequences: Sequences) -> tuple[Sequences, Seq
 def _prefill_candidates(problem: Problem) -> list[Config]:
     """Returns configurations of the prefill kernel from the fastest on.
 
-    Large tiles need fewer copies and products, but under a window they hold more keys that no row sees.
+    Large tiles need fewer copies and products, but under a window they hold more keys that no row sees. Clusters fetch
+    each key once for two CTAs (1 to 2 % on an H200), and share out few tiles less evenly.
     """
     wide = [(128, 2, 2, True), (128, 2, 1, True)]
     narrow = [(64, 3, 3, False), (64, 3, 2, False), (64, 2, 2, False)]
     shapes = wide + narrow if problem.window_left is None else narrow + wide
     few_rows = next(iter(_candidates(_few_rows(problem))), None) if problem.batch_size > 1 else None
-    more = {"program": "prefill", "few_rows": few_rows}
     configs = [
-        Config(block_kv=block_kv, num_stages=stages, band_slots=slots, bias_first=bias_first, **more)
+        Config(
+            program="prefill",
+            block_kv=block_kv,
+            num_stages=stages,
+            band_slots=slots,
+            bias_first=bias_first,
+            few_rows=few_rows,
+        )
         for block_kv, stages, slots, bias_first in shapes
     ]
+    tiling = _row_tiling(problem, configs[0])
+    if tiling.max_items * problem.num_kv_heads >= _MANY_TILES * tiling.num_ctas:
+        configs = [dataclasses.replace(config, cluster_size=2) for config in configs]
     return [config for config in configs if prefill_launch.fits(_row_tiling(problem, config))]
 
 

@@ -36,14 +36,18 @@ def attend(
         inputs, (out, *lse) = refs[: len(gmem)], refs[len(gmem) :]
         prefill.program(prefill_buffers.Gmem(*inputs), out, lse[0] if lse else None, smem, bars, tiling)
 
+    cluster: dict[str, Any] = {}
+    if tiling.cluster_axis is not None:
+        cluster = {"cluster": (tiling.cluster_size,), "cluster_names": (tiling.cluster_axis,)}
     mosaic.kernel(
         attend_tiles,
         interpret=interpret,
         auto_barriers=False,
         out_type=(),
-        grid=(tiling.num_ctas,),
-        grid_names=("cta",),
+        grid=(tiling.num_clusters,),
+        grid_names=("cluster",),
         num_threads=3,
         scratch_types={"smem": prefill_buffers.smem_types(tiling), "bars": prefill_buffers.barrier_types(tiling)},
+        **cluster,
     )(*gmem, *refs)
     return tuple(jax.freeze(ref) for ref in refs)

@@ -2,8 +2,8 @@
 
 An *item* of the list is `tile_tokens` rows of one sequence; each kv head attends it as one tile. Items are counted
 from the lengths that the arrays hold, so that a `max_seqlen_q` past them costs nothing, and those with most keys come
-first. CTA c takes tiles c, 2n - 1 - c, 2n + c, ... of n CTAs, heads fastest: heads read different keys, but tiles
-that run at one time read the same.
+first. Cluster c takes tiles c, 2n - 1 - c, 2n + c, ... of n clusters, heads fastest: heads read different keys, but
+tiles that run at one time read the same.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jax import lax
 
 from inkling_pallas.kernels import schedule
 from inkling_pallas.kernels.schedule import Piece, Table
-from inkling_pallas.kernels.tiling import RowTiling
+from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
 from inkling_pallas.problem import Sequences
 
 
@@ -42,7 +42,7 @@ class Item(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """An item for one kv head. `piece` spans the rows of both warpgroups."""
+    """An item for one kv head. `piece` spans the rows of all warpgroups of the cluster."""
 
     piece: Piece
     first_biased: jax.Array  # KV tile from which on bias blocks are copied
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a CTA has done before a tile: KV tiles, slots of the bias ring, tiles."""
+    """What each CTA of a cluster has done before a tile: KV tiles, slots of the bias ring, tiles."""
 
     kv_tiles: jax.Array
     slots: jax.Array
@@ -62,7 +62,7 @@ class Counts(NamedTuple):
 class Bands(NamedTuple):
     """KV tiles of one warpgroup, in order: [first, edge) left of its window, [edge, biased) far, then biased, masked.
 
-    All are clipped to the tiles of its CTA.
+    All are clipped to the tiles of its cluster.
     """
 
     first: jax.Array
@@ -128,13 +128,13 @@ def _clean_keys(
     return jnp.where(alone, first, begin), jnp.where(alone, stop, end)
 
 
-def for_each_tile(items: Any, cta: jax.Array, tiling: RowTiling, body: Callable[[Tile, Counts], None]) -> Counts:
-    """Calls body(tile, counts) for each tile of a CTA and returns the counts after the last."""
-    heads, ctas = tiling.problem.num_kv_heads, tiling.num_ctas
+def for_each_tile(items: Any, cluster: jax.Array, tiling: RowTiling, body: Callable[[Tile, Counts], None]) -> Counts:
+    """Calls body(tile, counts) for each tile of a cluster and returns the counts after the last."""
+    heads, clusters = tiling.problem.num_kv_heads, tiling.num_clusters
     total = items[0, Item._fields.index("total")] * heads
 
     def visit(turn: jax.Array, counts: Counts) -> Counts:
-        place = turn * ctas + jnp.where(lax.rem(turn, 2) == 0, cta, ctas - 1 - cta)
+        place = turn * clusters + jnp.where(lax.rem(turn, 2) == 0, cluster, clusters - 1 - cluster)
         return lax.cond(place < total, lambda: attend(place, counts), lambda: counts)
 
     def attend(place: jax.Array, counts: Counts) -> Counts:
@@ -147,7 +147,7 @@ def for_each_tile(items: Any, cta: jax.Array, tiling: RowTiling, body: Callable[
             tiles=counts.tiles + 1,
         )
 
-    turns = lax.div(total + (ctas - 1), ctas)
+    turns = lax.div(total + (clusters - 1), clusters)
     return lax.fori_loop(0, turns, visit, Counts(*[jnp.int32(0)] * 3))
 
 
@@ -172,7 +172,7 @@ def tile_of(item: Item, head: jax.Array, tiling: RowTiling) -> Tile:
 
 
 def _first_biased(piece: Piece, end: jax.Array, tiling: RowTiling) -> jax.Array:
-    """Returns the KV tile from which on both warpgroups add a bias.
+    """Returns the KV tile from which on all warpgroups add a bias.
 
     All those with a mask do, and under a window all do: few are far there, if any.
     """
@@ -188,9 +188,9 @@ def _first_masked(piece: Piece, tiling: RowTiling) -> jax.Array:
     return lax.div(jnp.maximum(jnp.minimum(piece.kv_len, piece.first_pos + 1), 0), tiling.block_kv)
 
 
-def rows_of(tile: Tile, warpgroup: Any, tiling: RowTiling) -> Piece:
-    """Returns the rows of a tile that one warpgroup has; maybe none of them is live."""
-    skipped = jnp.asarray(warpgroup, jnp.int32) * tiling.token_block
+def rows_of(tile: Tile, rank: Any, warpgroup: Any, tiling: RowTiling) -> Piece:
+    """Returns the rows that a warpgroup of the cluster's CTA `rank` has of a tile; maybe none of them is live."""
+    skipped = (jnp.asarray(rank, jnp.int32) * WARPGROUPS + warpgroup) * tiling.token_block
     piece = tile.piece
     return piece._replace(
         row=piece.row + skipped,

@@ -34,6 +34,7 @@ LAYERS = (
     (
         "kernels.combine",
         "kernels.decode",
+        "kernels.listing",
         "kernels.portable_plan",
         "kernels.prefill",
         "kernels.shear",
@@ -46,19 +47,19 @@ LAYERS = (
         "kernels.band",
         "kernels.epilogue",
         "kernels.prefill_buffers",
-        "kernels.worklist",
     ),
+    ("kernels.worklist",),
     ("kernels.schedule", "kernels.softmax"),
-    ("kernels.rows",),
+    ("kernels.rows", "kernels.table"),
     ("kernels.mosaic",),
     ("kernels.inline_rows", "kernels.scan", "kernels.tiling"),
-    ("kernels.inline",),
+    ("kernels.inline", "kernels.scalars"),
     ("catalog",),
     ("cache_cases",),
     ("cases",),
     ("testing",),
     ("reference",),
-    ("contents",),
+    ("contents", "sequences"),
     ("problem",),
     ("cache",),
     ("layouts", "page_pool"),
@@ -68,7 +69,7 @@ LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in 
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 PRIVATE_PREFIXES = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
-PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scan")
+PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scalars", "kernels.scan")
 
 
 def _imported_names(module: str, tree: ast.Module) -> Iterator[str]:

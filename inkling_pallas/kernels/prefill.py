@@ -15,7 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import band, epilogue, pages, prefill_buffers, prefill_tiles, schedule, softmax, worklist
+from inkling_pallas.kernels import (
+    band,
+    epilogue,
+    mosaic,
+    pages,
+    prefill_buffers,
+    prefill_tiles,
+    schedule,
+    softmax,
+    worklist,
+)
 from inkling_pallas.kernels.prefill_buffers import Barriers, Gmem, Smem
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
@@ -28,6 +38,7 @@ _COMPUTING, _COPYING = 232, 40
 def program(gmem: Gmem, out: Any, lse: Any, smem: Smem, bars: Barriers, tiling: RowTiling) -> None:
     """The kernel of one CTA."""
     warpgroup, place = lax.axis_index("wg"), _place(tiling)
+    mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _() -> None:
@@ -91,7 +102,7 @@ def _stream_cache(
             _wait_until_free(free, count, stages, stage)
             copy(stage, tile.piece, t)
 
-    total = worklist.for_each_tile(gmem.items, cluster, tiling, copy_tile).kv_tiles
+    total = worklist.for_each_tile(gmem.work, cluster, tiling, copy_tile).kv_tiles
     # The interpreter wants every completion of a barrier to be seen, and a CTA must not end before the others of its
     # cluster have last arrived here.
     if tiling.interpret or tiling.cluster_axis is not None:
@@ -124,7 +135,7 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: R
                 block = smem.band.at[lax.rem(count, slots), w]
                 band.fetch_block(gmem.rel_logits, block, bars.band_ready.at[index], piece, t, tiling)
 
-    total = worklist.for_each_tile(gmem.items, place.cluster, tiling, copy_tile).slots
+    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).slots
     if tiling.interpret:
         for i in range(slots):
             for w in range(WARPGROUPS):
@@ -140,7 +151,7 @@ def _stream_queries(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling
             block = prefill_buffers.query_slot(smem, 0, w)
             _fetch_queries(gmem, block, bars.q_ready.at[w], worklist.rows_of(tile, place.rank, w, tiling), tiling)
 
-    total = worklist.for_each_tile(gmem.items, place.cluster, tiling, copy_tile).tiles
+    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).tiles
     if tiling.interpret:
         for w in range(WARPGROUPS):
             _wait_until_free(bars.q_free, total, 1, jnp.int32(w))
@@ -168,12 +179,12 @@ def _compute(
         state = prefill_tiles.attend_tile(smem, bars, work, tiling)
         _write_rows(out, lse, state, work.rows, tiling)
 
-    worklist.for_each_tile(gmem.items, place.cluster, tiling, attend)
+    worklist.for_each_tile(gmem.work, place.cluster, tiling, attend)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
         cta = place.cluster * tiling.cluster_size + place.rank
-        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.table), cta, tiling)
+        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.work.table), cta, tiling)
 
 
 def _write_rows(out: Any, lse: Any, state: softmax.RowState, piece: Piece, tiling: RowTiling) -> None:

@@ -13,8 +13,12 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
     ("__main__",),
     ("benchmark", "check_command", "context_benchmark", "demo", "serve_sim"),
+    ("bench_options", "timed_case"),
     ("ceilings", "check", "contract", "judging", "peers", "serve_options", "serve_report"),
+    ("peer_dense", "peer_libraries"),
+    ("peer_arrays", "peer_call"),
     ("layer_options", "results", "serving", "timing", "workloads"),
+    ("goals",),
     ("pictures", "scheduler", "server", "synthetic"),
     ("picture_parts",),
     ("picture_data",),

@@ -8,7 +8,7 @@ from typing import Any
 
 from inkling_pallas.dispatch import BACKENDS
 from inkling_pallas.errors import refuse
-from inkling_pallas.peers import PEERS
+from inkling_pallas.peers import ALL_PEERS
 from inkling_pallas.results import card_name
 from inkling_pallas.workloads import SUITES
 
@@ -43,9 +43,9 @@ def parse_options(argv: Sequence[str]) -> Options:
     suite = _known("--suite", [given.suite], SUITES)[0]
     backend = _known("--backend", [given.backend], ("auto", *BACKENDS))[0]
     cases = SUITES[suite] if given.cases is None else _known("--cases", given.cases.split(","), SUITES[suite])
-    peers = tuple(PEERS)
+    peers = ALL_PEERS
     if given.peers is not None:
-        peers = () if given.peers == "none" else _known("--peers", given.peers.split(","), PEERS)
+        peers = () if given.peers == "none" else _known("--peers", given.peers.split(","), ALL_PEERS)
     if not given.time_limit > 0:
         raise refuse("--time-limit", "be a positive number of seconds", given.time_limit, "Cases past it are skipped.")
     name = f"{card_name()}-{suite}{'' if given.cases is None else '-partial'}.json"
@@ -62,7 +62,7 @@ def _parser() -> _Parser:
         "--cases", help="comma-separated, of the suite; the file's name then ends in -partial (default: all)"
     )
     parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(BACKENDS)} (default: auto)")
-    parser.add_argument("--peers", help=f"comma-separated, or none (default: {','.join(PEERS)})")
+    parser.add_argument("--peers", help=f"comma-separated, or none (default: {','.join(ALL_PEERS)})")
     parser.add_argument(
         "--time-limit",
         type=float,

@@ -1,5 +1,6 @@
 """Times the operator on named workloads beside the device's ceilings and peers; a wrong result is not timed."""
 
+import contextlib
 import json
 import shlex
 import sys
@@ -13,6 +14,7 @@ import jax
 from inkling_pallas.bench_options import Options, parse_options
 from inkling_pallas.ceilings import measure_ceilings
 from inkling_pallas.console import progress, table
+from inkling_pallas.peer_workers import Workers
 from inkling_pallas.peers import PEERS
 from inkling_pallas.results import (
     card_name,
@@ -27,6 +29,9 @@ from inkling_pallas.results import (
 from inkling_pallas.timed_case import empty_results, run_case
 from inkling_pallas.timing import make_clock
 from inkling_pallas.workloads import WORKLOADS
+
+# Peers in processes of their own take long to start and to compile: past this share of the time none is asked.
+_WORKER_SHARE = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,9 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 def run_suite(options: Options, command: str) -> dict[str, Any]:
     """Measures ceilings and cases; rewrites the file after each case, so that a run cut short leaves what it timed."""
-    deadline = time.monotonic() + options.time_limit
-    peers = {name: PEERS[name] for name in options.peers}
-    with progress("bench", 1 + len(options.cases)) as step:
+    start = time.monotonic()
+    workers = Workers(tuple(name for name in options.peers if name not in PEERS))
+    peers = {name: PEERS[name] for name in options.peers if name in PEERS}
+    with contextlib.closing(workers), progress("bench", 1 + len(options.cases)) as step:
         step("ceilings")
         clock = make_clock()
         ceilings = measure_ceilings(clock)
@@ -73,8 +79,10 @@ def run_suite(options: Options, command: str) -> dict[str, Any]:
         write_json(options.path, results)
         for name in options.cases:
             step(name)
-            if time.monotonic() < deadline:
+            spent = (time.monotonic() - start) / options.time_limit
+            if spent < 1:
                 case = run_case(WORKLOADS[name], options.backend, peers, clock, ceilings)
+                workers.time_case(case, hurried=spent > _WORKER_SHARE)
             else:
                 reason = f"not started: the time limit of {options.time_limit:g} s was over"
                 case = empty_results(WORKLOADS[name], options.backend, ceilings, reason)

@@ -14,6 +14,8 @@ from inkling_pallas.peer_libraries import (
     tokamax_nobias,
     tokamax_packed_nobias,
 )
+from inkling_pallas.peer_paged import jax_paged_nobias
+from inkling_pallas.peer_workers import WORKER_PEERS
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
@@ -21,6 +23,8 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         "jax_cudnn_each_nobias": jax_cudnn_each_nobias,
         "tokamax_nobias": tokamax_nobias,
         "tokamax_packed_nobias": tokamax_packed_nobias,
+        "jax_paged_nobias": jax_paged_nobias,
         "xla_dense": xla_dense,
     }
 )
+ALL_PEERS = (*PEERS, *WORKER_PEERS)

@@ -22,13 +22,12 @@ class Standing:
 
     @property
     def met(self) -> bool:
-        """True if the figure, as printed, is within its bound."""
-        figure = round(self.figure, 2)
-        return figure <= self.bound if self.at_most else figure >= self.bound
+        """True if the figure is within its bound."""
+        return self.figure <= self.bound if self.at_most else self.figure >= self.bound
 
     def __str__(self) -> str:
         sign = "<=" if self.at_most else ">="
-        return f"{self.figure:.2f} {self.what}, {sign} {self.bound:.2f} {'met' if self.met else 'MISSED'}"
+        return f"{self.figure:.3f} {self.what}, {sign} {self.bound:.3g} {'met' if self.met else 'MISSED'}"
 
 
 # Fraction of the floor, at least.

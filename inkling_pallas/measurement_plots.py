@@ -90,6 +90,8 @@ def plot_skew(results: Mapping[str, data.Results], theme: Theme = LIGHT) -> Any:
                 axes.barh(place + offset, case["fraction"], 0.32, color=colour)
                 text = f"{case['name']}: {case['us']:,.1f} us"
                 axes.text(0.02, place + offset, text, va="center", color=theme.paper, weight="bold", fontsize=8.5)
+        if not pairs:
+            axes.text(0.5, 0.5, "no suite that has both was run whole", ha="center", transform=axes.transAxes)
         axes.set(yticks=[], xlim=(0, 1.02), xlabel="fraction of the floor", title="Unequal lengths, above equal ones")
         axes.invert_yaxis()
     return figure
@@ -160,7 +162,7 @@ def plot_peers(results: data.Results, theme: Theme = LIGHT) -> Any:
         axes.set(
             xscale="log", xlabel="time of the peer / time of inkling_pallas (right of the line: the peer is slower)"
         )
-        axes.set_title(f"Peers, suite {results['meta']['suite']}; names in _nobias leave the bias out")
+        axes.set_title(f"Peers ({results['meta']['suite']}); names in _nobias leave the bias out")
         axes.grid(axis="y", color=theme.faint, lw=0.6)
         axes.invert_yaxis()
         axes.xaxis.set_major_formatter("{x:g}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inkling_pallas.cases import Case
-from inkling_pallas.goals import best_without_bias, standings
+from inkling_pallas.goals import NO_BIAS, best_without_bias, standings
 from inkling_pallas.workloads import SUITES, WORKLOADS
 
 # A results file: `meta`, `ceilings`, `cases`.
@@ -40,6 +40,12 @@ def all_cases(results: Mapping[str, Results]) -> list[Mapping[str, Any]]:
             if case["us"] is not None:
                 cases.setdefault(case["name"], case)
     return list(cases.values())
+
+
+def joined(results: Mapping[str, Results]) -> Results:
+    """Returns the timed cases of all suites as one, with the `meta` of the first."""
+    first = next(iter(results.values()))
+    return dict(first, meta=dict(first["meta"], suite=", ".join(results)), cases=all_cases(results))
 
 
 def by_keys(cases: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
@@ -97,14 +103,18 @@ def provenance(results: Results) -> str:
 
 
 def markdown_table(results: Results) -> str:
-    """Returns the Markdown table of a suite: what cases of which something is asked reached, and what was not timed."""
-    lines = ["| case | us | of floor | fastest library without bias | asked |", "|---|--:|--:|---|---|"]
+    """Returns the Markdown table of a suite: what each case reached and what is asked of it, or why it was not timed."""
+    lines = [
+        "| case | us | floor, us | of floor | fastest library without bias, us | asked |",
+        "|---|--:|--:|--:|---|---|",
+    ]
     for case in results["cases"]:
-        asked = "; ".join(map(str, standings(case, results["cases"])))
-        if asked:
-            best = best_without_bias(case)
-            library = "-" if best is None else f"{best[0].removesuffix('_nobias')} {best[1]:,.1f} us"
-            lines.append(f"| {case['name']} | {case['us']:,.1f} | {case['fraction']:.3f} | {library} | {asked} |")
-        elif case["us"] is None:
-            lines.append(f"| {case['name']} | - | - | - | not timed: {case['reason']} |")
+        if case["us"] is None:
+            lines.append(f"| {case['name']} | - | - | - | - | not timed: {case['reason']} |")
+            continue
+        best = best_without_bias(case)
+        library = "-" if best is None else f"{best[1]:,.1f} {best[0].removesuffix(NO_BIAS)}"
+        asked = "; ".join(map(str, standings(case, results["cases"]))) or "-"
+        ours = f"{case['us']:,.1f} | {case['floor_us']:,.1f} | {case['fraction']:.3f}"
+        lines.append(f"| {case['name']} | {ours} | {library} | {asked} |")
     return "\n".join(lines)

@@ -72,8 +72,9 @@ def prefill_bands(batch: Batch, *, block_kv: int = 64) -> list[RowBands]:
     """Returns the bands of every warpgroup of a prefill, in the order in which the kernel takes its tiles."""
     tiling = RowTiling(problem=batch.problem(), block_kv=block_kv, num_stages=2, num_ctas=132)
     items = worklist.make_worklist(tiling, batch.sequences()).items
+    live = int(items[0, worklist.Item._fields.index("total")])
     found = []
-    for words in items:
+    for words in items[:live]:
         tile = worklist.tile_of(worklist.Item(*words), jnp.int32(0), tiling)
         for warpgroup in (0, 1):
             part = worklist.rows_of(tile, warpgroup, tiling)

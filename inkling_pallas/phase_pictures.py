@@ -12,6 +12,7 @@ import numpy as np
 
 from inkling_pallas import phase_data as data
 from inkling_pallas.pictures import new_figure
+from inkling_pallas.splits import bucket_max_seqlen_q
 
 _GREY, _INK = "#6b7280", "#24292f"
 # Edge of the window, far, biased, masked and biased.
@@ -122,6 +123,30 @@ def plot_shares(batch: data.Batch, *, num_ctas: int = 12, block_kv: int = 64) ->
 
 def _units(shares: Sequence[data.Share]) -> set[tuple[int, int]]:
     return {(share.sequence, share.head) for share in shares}
+
+
+def plot_buckets(lengths: Sequence[int]) -> Any:
+    """Returns a Figure of what a static max_seqlen_q is rounded up to, and how many programs a server meets.
+
+    Args:
+      lengths: the longest q_len of each step, in order.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    buckets = [bucket_max_seqlen_q(length) for length in lengths]
+    with new_figure(9, 3.2) as figure:
+        sizes, programs = figure.subplots(1, 2)
+        every = np.arange(1, max(lengths) + 1)
+        sizes.step(every, [bucket_max_seqlen_q(int(n)) for n in every], where="mid", color=_BANDS["bias"])
+        sizes.plot(every, every, color=_GREY, ls=":")
+        sizes.set(xlabel="longest q_len", ylabel="max_seqlen_q", title="The bucket; dotted: no rounding")
+        for name, values, colour in (("as it is", lengths, "#c2570c"), ("bucket", buckets, "#1f5fa8")):
+            seen = [len(set(values[: i + 1])) for i in range(len(values))]
+            programs.plot(seen, color=colour, label=f"{name}: {seen[-1]}")
+        programs.set(xlabel="step", ylabel="programs compiled so far", title="Programs that a server compiles")
+        programs.legend(frameon=False)
+    return figure
 
 
 def plot_merge(merge: data.Merge) -> Any:

@@ -162,6 +162,22 @@ def example_call() -> dict[str, Any]:
     }
 
 
+def move_pages(call: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Returns a call with the pages of its cache in another order, and a block table that follows: the same call.
+
+    Args:
+      call: the arguments of `inkling_rel_attention`, with a cache of separate keys and values.
+      seed: of the order.
+    """
+    num_blocks = data.pool_of(call)[0]
+    order = np.random.default_rng(seed).permutation(num_blocks)
+    place = np.argsort(order).astype(np.int32)
+    table = np.asarray(call["block_table"])
+    moved = place[np.clip(table, 0, num_blocks - 1)]
+    cache = PagedKVCache.separate(*(np.asarray(pages)[order] for pages in call["key_cache"].arrays))
+    return dict(call) | {"key_cache": cache, "block_table": np.where(table < 0, table, moved)}
+
+
 def _token(call: Mapping[str, Any], token: int | None) -> int:
     return data.default_token(call) if token is None else token
 

@@ -103,7 +103,7 @@ def provenance(results: Results) -> str:
 
 
 def markdown_table(results: Results) -> str:
-    """Returns the Markdown table of a suite: what each case reached and what is asked of it, or why it was not timed."""
+    """Returns the Markdown table of a suite: what each case reached, what is asked of it, why it was not timed."""
     lines = [
         "| case | us | floor, us | of floor | fastest library without bias, us | asked |",
         "|---|--:|--:|--:|---|---|",

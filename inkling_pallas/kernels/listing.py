@@ -27,6 +27,7 @@ def make_worklist(lengths: Lengths, tiling: RowTiling, interpret: Any) -> Workli
     batch, blocks = tiling.problem.batch_size, -(-tiling.max_items // _THREADS)
 
     def list_items(*refs: Any) -> None:
+        mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
         mosaic.let_next_kernel_launch(interpret=tiling.interpret)
         *given, items, table_gmem, table_smem = refs
         words = table.fill(jax.tree.unflatten(structure, given), table_smem, _count_items_of(tiling), tiling)

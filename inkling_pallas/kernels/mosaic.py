@@ -189,6 +189,12 @@ def clear_rows_outside(ref: Any, begin: jax.Array, end: jax.Array, *, interpret:
         call_inline(code, (_SWIZZLED, SCALAR, SCALAR), ref, begin, end)
 
 
+def prefetch_part(ref: Any, part: jax.Array, *, interpret: bool) -> None:
+    """Asks for 128 lines of an int32 array in GMEM, the `part`-th; nothing where that is past its end."""
+    if not interpret:
+        call_inline(scan.prefetch_part, (PLAIN, SCALAR), ref, part)
+
+
 def scan_table(sources: list[Any], table: Any, *, end_of: scan.Rule, facts_of: scan.Rule, interpret: bool) -> None:
     """Makes int32[7, batch] in SMEM from per-sequence lengths in GMEM.
 

@@ -27,6 +27,7 @@ LAYERS = (
     ("warm",),
     ("batch",),
     ("buckets",),
+    ("shearing",),
     ("relative",),
     ("splits",),
     ("kernels.__init__", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
@@ -49,9 +50,9 @@ LAYERS = (
         "kernels.worklist",
     ),
     ("kernels.schedule", "kernels.softmax"),
-    ("kernels.rows",),
+    ("kernels.rows", "kernels.steps"),
     ("kernels.mosaic",),
-    ("kernels.inline_rows", "kernels.scan", "kernels.tiling"),
+    ("kernels.inline_rows", "kernels.inline_steps", "kernels.scan", "kernels.shear_tiles", "kernels.tiling"),
     ("kernels.inline",),
     ("catalog",),
     ("cache_cases",),
@@ -60,7 +61,7 @@ LAYERS = (
     ("reference",),
     ("contents",),
     ("problem",),
-    ("cache",),
+    ("cache", "sheared"),
     ("layouts", "page_pool"),
     ("console", "errors", "trace"),
 )
@@ -68,7 +69,7 @@ LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in 
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 PRIVATE_PREFIXES = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
-PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scan")
+PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.inline_steps", "kernels.scan")
 
 
 def _imported_names(module: str, tree: ast.Module) -> Iterator[str]:

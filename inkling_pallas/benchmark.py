@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from inkling_pallas import sheared_benchmark
 from inkling_pallas.attention import explain, inkling_rel_attention
 from inkling_pallas.cases import Case
 from inkling_pallas.ceilings import Ceilings, cold_sets, measure_ceilings
@@ -65,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     finally:
         jax.config.update("jax_enable_compilation_cache", cached)
     table(f"{options.suite} on {card_name()}", *table_of(results["cases"]))
+    if options.suite == "sheared":
+        table("plain and sheared", *sheared_benchmark.table_of(results["cases"]))
     print(f"wrote {options.path}")
     return int(any(case["red"] for case in results["cases"]))
 
@@ -119,10 +122,21 @@ def run_suite(options: Options, command: str) -> dict[str, Any]:
         for name in options.cases:
             step(name)
             case = run_case(WORKLOADS[name], options.backend, options.peers, clock, ceilings)
+            if options.suite == "sheared":
+                _add_sheared(case, clock)
             results["cases"].append(case)
             write_json(options.path, results)
             print(line_of(case), flush=True)
     return results
+
+
+def _add_sheared(results: dict[str, Any], clock: Clock) -> None:
+    """Fills in what a case does with the bias in the sheared layout."""
+    try:
+        results["sheared"] = sheared_benchmark.measure(WORKLOADS[results["name"]], results["backend"], clock)
+    except Exception as error:  # whatever a kernel raises, the other cases are still to be timed
+        results["sheared"] = {"differs": {}, "reason": _one_line(error), "calls": {}}
+    results["red"] |= results["sheared"]["reason"] is not None
 
 
 def run_case(case: Case, backend: str, peers: Sequence[str], clock: Clock, ceilings: Ceilings) -> dict[str, Any]:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 LAYERS = (
     ("__main__",),
     ("benchmark", "check_command", "context_benchmark", "demo", "serve_sim"),
+    ("sheared_benchmark",),
     ("ceilings", "check", "contract", "judging", "peers", "serve_options", "serve_report"),
     ("layer_options", "results", "serving", "timing", "workloads"),
     ("pictures", "scheduler", "server", "synthetic"),

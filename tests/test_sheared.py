@@ -124,11 +124,6 @@ def test_a_table_fits_any_part_whose_offset_differs_by_a_multiple_of_8():
     np.testing.assert_array_equal(whole.table, part["rel_logits"].table)
 
 
-def sheared_operator(**call):
-    """The operator on the sheared form of a plain call."""
-    return ip.inkling_rel_attention(**shear_call(call))
-
-
 CASES = [
     Case(name="chunk", kind="sheared", q_lens=(11, 5), kv_lens=(200, 75), padding_rows=3),
     Case(name="decode", kind="sheared", q_lens=(1, 1), kv_lens=(300, 77), rel_extent=60),
@@ -141,7 +136,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_operator_on_a_sheared_table_is_right(case):
-    assert not check.judge(case, sheared_operator, backend="portable").red
+    assert not check.judge(case, check.attend_sheared, backend="portable").red
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)

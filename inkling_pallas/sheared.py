@@ -86,15 +86,12 @@ def row_shifts(
       num_tokens: packed rows.
       rel_extent: distances that have a bias.
     """
-    if q_start.shape[0] == 0:
-        return jnp.full((num_tokens,), NO_ROW, jnp.int32)
     token = lax.iota(jnp.int32, num_tokens)
-    ends = lax.cummax(q_start + q_len)
-    passed = (ends[None, :] <= token[:, None]).sum(axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(passed, q_start.shape[0] - 1)
-    row = token - q_start[sequence]
-    live = (row >= 0) & (row < q_len[sequence])
-    return jnp.where(live, shift_of(first_pos[sequence] + row, rel_extent), NO_ROW)
+    row = token[:, None] - q_start[None, :]
+    own = (row >= 0) & (row < q_len[None, :])
+    # At most one sequence owns a row: one pass over (row, sequence) finds it, where a search would take several.
+    position = jnp.where(own, first_pos[None, :] + row, 0).sum(axis=1, dtype=jnp.int32)
+    return jnp.where(own.any(axis=1), shift_of(position, rel_extent), NO_ROW)
 
 
 def shear_rows(rel_logits: jax.Array, shifts: jax.Array) -> jax.Array:

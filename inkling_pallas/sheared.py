@@ -63,6 +63,10 @@ class ShearedLogits:
             rel_extent=rel_extent,
         )
 
+    def plain(self) -> jax.Array:
+        """Returns the same bias as a plain table, [num_tokens, num_heads, rel_extent]; 0 in rows of no sequence."""
+        return unshear_rows(self.table, jnp.maximum(self.shifts, 0), self.rel_extent)
+
 
 def sheared_width(rel_extent: int) -> int:
     """Returns the columns of a sheared row: the extent and the furthest shift, rounded up to a multiple of 8."""

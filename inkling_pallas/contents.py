@@ -6,7 +6,8 @@ import jax.core
 import numpy as np
 
 from inkling_pallas.errors import refuse
-from inkling_pallas.problem import LENGTH_LIMIT, Lengths, Problem, place_rows
+from inkling_pallas.problem import LENGTH_LIMIT, Lengths, Problem
+from inkling_pallas.sequences import place_rows
 from inkling_pallas.sheared import ShearedLogits, row_shifts
 
 

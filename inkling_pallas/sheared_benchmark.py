@@ -60,11 +60,21 @@ def measure(case: Case, backend: str, clock: Clock) -> dict[str, Any]:
     return result
 
 
+def add_to(results: dict[str, Any], case: Case, clock: Clock) -> None:
+    """Fills in, as `sheared`, what a case does with the bias in that layout; what is wrong there makes it red."""
+    try:
+        results["sheared"] = measure(case, results["backend"], clock)
+    except Exception as error:  # whatever a kernel raises, the other cases are still to be timed
+        line = (str(error).strip().splitlines() or [""])[0][:300]
+        results["sheared"] = {"differs": {}, "reason": f"{type(error).__name__}: {line}", "calls": {}}
+    results["red"] |= results["sheared"]["reason"] is not None
+
+
 def table_of(cases: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Returns the head and the rows of the table of all calls."""
     rows = []
     for case in cases:
-        measured = case["sheared"]
+        measured = case.get("sheared", {"reason": "not started", "calls": {}})
         if measured["reason"] is not None:
             rows.append([case["name"], f"RED: {measured['reason']}", "-", "-", "-"])
         for name, entry in measured["calls"].items():

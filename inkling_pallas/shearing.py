@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.errors import FLOAT_DTYPES, refuse, require_array, static_bool
-from inkling_pallas.problem import Lengths, place_rows
+from inkling_pallas.problem import Lengths
 from inkling_pallas.relative import relative_logits
+from inkling_pallas.sequences import place_rows
 from inkling_pallas.sheared import ShearedLogits, row_shifts, shear_rows
 
 PRODUCERS = ("portable", "hopper")

@@ -10,7 +10,7 @@ import pytest
 
 from inkling_pallas.kernels import hopper
 from inkling_pallas.layouts import CacheDims, array_shape
-from inkling_pallas.problem import Operands, Problem, Sequences
+from inkling_pallas.problem import Lengths, Operands, Problem
 from inkling_pallas.sheared import ShearedLogits
 
 pytestmark = pytest.mark.lowering
@@ -59,14 +59,18 @@ def lower(problem, device=None):
         rel_logits=jax.tree.map(lambda x: shape(x.shape, x.dtype), table) if p.sheared else plain,
         out=None,
     )
-    sequences = Sequences(*[shape((p.batch_size,), "int32")] * 4)
+    lengths = Lengths(
+        cache_seqlens=shape((p.batch_size,), "int32"),
+        cu_seqlens_q=shape((p.batch_size + 1,), "int32"),
+        kv_offset=None,
+        total_seqlens=None,
+    )
 
-    def attend(operands, sequences):
-        plan = hopper.plan(problem, config, sequences)
-        return hopper.attend(problem, config, operands, sequences, plan, False)
+    def attend(operands, lengths):
+        return hopper.attend(problem, config, operands, hopper.plan(problem, config, lengths), False)
 
     platforms: Any = {} if device is not None else {"lowering_platforms": ("cuda",)}
-    return jax.jit(attend).trace(operands, sequences).lower(**platforms)
+    return jax.jit(attend).trace(operands, lengths).lower(**platforms)
 
 
 LOWERED = {
@@ -116,6 +120,7 @@ COMPILED = {
     "sheared, global": (make_problem(64, 8, sheared=True), 168, 0),
     "sheared prefill, global": (make_problem(64, 8, batch=1, q_len=8192, sheared=True), 168, 0),
     "sheared prefill, local": (make_problem(64, 16, batch=1, q_len=8192, local=True, sheared=True), 168, 0),
+    "prefill, too few tiles for clusters": (make_problem(8, 1, batch=1, q_len=8192), 168, 0),
     "prefill, local": (make_problem(64, 16, batch=8, q_len=4096, local=True, return_lse=True), 168, 0),
     "mixed, group 4, page 16": (make_problem(64, 16, q_len=2048, block_size=16), 168, 0),
 }

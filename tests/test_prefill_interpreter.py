@@ -45,6 +45,7 @@ CASES = [
     case("page_48", (17,), (130,), block_size=48, rel_extent=64),
     case("page_784", (17,), (300,), block_size=784),
     case("freed_pages", (4,), (300,), window_size=(127, 0), freed_pages=True),
+    case("last_keys_in_the_first_page_of_a_tile", (20,), (157,), RING, window_size=(4, 0), rel_extent=8),
     case("packed", (17,), (70,), num_kv_heads=2, num_heads=16, layout="packed"),
     case("interleaved", (17,), (70,), num_kv_heads=2, num_heads=16, layout="interleaved"),
 ]
@@ -64,11 +65,38 @@ def test_matches_the_oracle_without_a_race(case, config, capfd):
     assert_right(build(case), capfd, limit=LIMITS[case.dtype], config=config)
 
 
+def test_keys_that_left_the_window_may_be_nan_in_a_page_still_used(capfd):
+    window = build(
+        Case(
+            name="left",
+            kind="interpreter",
+            q_lens=(30,),
+            kv_lens=(75,),
+            num_heads=8,
+            num_kv_heads=1,
+            rel_extent=8,
+            window_size=(4, 0),
+            block_size=64,
+        )
+    )
+    page = int(np.asarray(window["block_table"])[0, 0])
+    for cache in ("key_cache", "value_cache"):
+        window[cache] = np.asarray(window[cache]).copy()
+        window[cache][page, :41] = np.nan
+    assert_right(window, capfd, config=RING)
+
+
 def test_a_mixed_batch_runs_both_kernels(capfd):
     lengths: dict[str, Any] = {"q_lens": (1, 20, 3, 0, 1), "kv_lens": (130, 90, 40, 8, 70)}
     mixed = Case(name="mixed", kind="interpreter", num_heads=8, num_kv_heads=1, padding_rows=3, **lengths)
     few_rows = hopper.Config(block_kv=64, num_stages=2, num_ctas=2)
     assert_right(build(mixed), capfd, few_rows=few_rows)
+
+
+@pytest.mark.parametrize("config", [NARROW, RING], ids=["narrow", "ring"])
+def test_a_cluster_of_ctas_shares_keys(config, capfd):
+    two = Case(name="cluster", kind="interpreter", q_lens=(37, 2), kv_lens=(90, 70), num_heads=8, num_kv_heads=1)
+    assert_right(build(two), capfd, num_ctas=4, config={**config, "cluster_size": 2})
 
 
 @pytest.mark.parametrize("num_ctas", [1, 5])

@@ -2,19 +2,21 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.kernels import band, buffers, combine, decode, mosaic, pages, prefill_launch, schedule, worklist
+from inkling_pallas.kernels import band, buffers, combine, decode, listing, mosaic, pages, prefill_launch
 from inkling_pallas.kernels.tiling import RowTiling, Tiling
-from inkling_pallas.problem import Operands, Problem, Sequences
+from inkling_pallas.kernels.worklist import Worklist
+from inkling_pallas.problem import Lengths, Operands, Problem
 
 _SMEM_BYTES = 227 * 1024
 _SMEM_ALIGNMENT = 1024
 _FEWEST_COLUMNS = 8  # of a matrix product
+_MANY_TILES = 4  # of a CTA of the prefill kernel: from here on in clusters
 _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
 
 
@@ -22,8 +24,9 @@ _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode k
 class Config:
     """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM), and which kernel.
 
-    The prefill kernel also has a number of bias blocks in flight, and may start the scores from their bias; it leaves
-    sequences with few rows to a decode kernel of config `few_rows`, if there is one.
+    The prefill kernel also has a number of bias blocks in flight, may start the scores from their bias, and runs in
+    clusters of `cluster_size` CTAs that fetch keys for each other. It leaves sequences with few rows to a decode kernel
+    of config `few_rows`, if there is one.
     """
 
     block_kv: int
@@ -32,17 +35,18 @@ class Config:
     program: Literal["decode", "prefill"] = "decode"
     band_slots: int = 2
     bias_first: bool = True
+    cluster_size: int = 1
     few_rows: "Config | None" = None
 
 
-def _tiling(problem: Problem, config: Config, interpret: bool = False, clears_rows: bool = True) -> Tiling:
+def _tiling(problem: Problem, config: Config, interpret: bool = False, **more: Any) -> Tiling:
     return Tiling(
         problem=problem,
         block_kv=config.block_kv,
         num_stages=config.num_stages,
         num_ctas=config.num_ctas,
         interpret=interpret,
-        clears_rows=clears_rows,
+        **more,
     )
 
 
@@ -54,7 +58,10 @@ def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> Ro
         num_ctas=config.num_ctas,
         band_slots=config.band_slots,
         bias_first=config.bias_first,
+        cluster_size=config.cluster_size,
+        cluster_axis="rank" if config.cluster_size > 1 else None,
         interpret=interpret,
+        fewest_rows=1 if config.few_rows is None else _few_rows(problem).max_seqlen_q + 1,
     )
 
 
@@ -92,27 +99,30 @@ def _few_rows(problem: Problem) -> Problem:
     return dataclasses.replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
 
 
-def _split_batch(problem: Problem, sequences: Sequences) -> tuple[Sequences, Sequences]:
-    """Returns the sequences with few rows and the others; those left out have no rows."""
-    few = sequences.q_len <= _few_rows(problem).max_seqlen_q
-    kept = [jnp.where(keep, sequences.q_len, 0) for keep in (few, ~few)]
-    return sequences._replace(q_len=kept[0]), sequences._replace(q_len=kept[1])
-
-
 def _prefill_candidates(problem: Problem) -> list[Config]:
     """Returns configurations of the prefill kernel from the fastest on.
 
-    Large tiles need fewer copies and products, but under a window they hold more keys that no row sees.
+    Large tiles need fewer copies and products, but under a window they hold more keys that no row sees. Clusters fetch
+    each key once for two CTAs (1 to 2 % on an H200), and share out few tiles less evenly.
     """
     wide = [(128, 2, 2, True), (128, 2, 1, True)]
     narrow = [(64, 3, 3, False), (64, 3, 2, False), (64, 2, 2, False)]
     shapes = wide + narrow if problem.window_left is None else narrow + wide
     few_rows = next(iter(_candidates(_few_rows(problem))), None) if problem.batch_size > 1 else None
-    more = {"program": "prefill", "few_rows": few_rows}
     configs = [
-        Config(block_kv=block_kv, num_stages=stages, band_slots=slots, bias_first=bias_first, **more)
+        Config(
+            program="prefill",
+            block_kv=block_kv,
+            num_stages=stages,
+            band_slots=slots,
+            bias_first=bias_first,
+            few_rows=few_rows,
+        )
         for block_kv, stages, slots, bias_first in shapes
     ]
+    tiling = _row_tiling(problem, configs[0])
+    if tiling.max_items * problem.num_kv_heads >= _MANY_TILES * tiling.num_ctas:
+        configs = [dataclasses.replace(config, cluster_size=2) for config in configs]
     return [config for config in configs if prefill_launch.fits(_row_tiling(problem, config))]
 
 
@@ -165,76 +175,77 @@ def choose_config(problem: Problem) -> Config:
     return _candidates(problem)[0]
 
 
-def plan(problem: Problem, config: Config, sequences: Sequences) -> Any:
-    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work.
+class Plan(NamedTuple):
+    """What the layers of a step share: the caller's lengths, of which kernels make a table each, and a list of tiles.
 
-    For the prefill kernel its list of tiles and, if sequences with few rows go elsewhere, that table for those.
+    The decode kernel needs no list.
     """
+
+    lengths: Lengths
+    work: Worklist | None
+
+
+def plan(problem: Problem, config: Config, lengths: Lengths, interpret: Any = False) -> Plan:
+    """Returns the plan of a step."""
     if config.program == "decode":
-        return schedule.pack_table(_tiling(problem, config), sequences)
-    tiling = _row_tiling(problem, config)
-    if config.few_rows is None:
-        return worklist.make_worklist(tiling, sequences), None
-    few, many = _split_batch(problem, sequences)
-    table = schedule.pack_table(_tiling(_few_rows(problem), config.few_rows), few)
-    return worklist.make_worklist(tiling, many, sequences), table
+        return Plan(lengths, None)
+    return Plan(lengths, listing.make_worklist(lengths, _row_tiling(problem, config, bool(interpret)), interpret))
 
 
 def attend(
-    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: Any, interpret: Any
+    problem: Problem, config: Config, operands: Operands, plan: Plan, interpret: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns attention and, if asked for, its log-sum-exp. See `inkling_rel_attention`.
 
     Returns:
       out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
     """
-    del sequences  # They are in the plan.
     shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
     rows = problem.num_tokens * problem.num_heads
     out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
     results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
-    if config.program == "decode":
-        results = _decode(operands, plan, results, _tiling(problem, config, bool(interpret)), interpret)
+    if plan.work is None:
+        results = _decode(operands, plan.lengths, results, _tiling(problem, config, bool(interpret)), interpret)
     else:
-        work, table = plan
         if config.few_rows is not None:
-            tiling = _tiling(_few_rows(problem), config.few_rows, bool(interpret), clears_rows=False)
-            results = _decode(operands, table, results, tiling, interpret)
+            more = {"clears_rows": False, "call_max_seqlen_q": problem.max_seqlen_q}
+            tiling = _tiling(_few_rows(problem), config.few_rows, bool(interpret), **more)
+            results = _decode(operands, plan.lengths, results, tiling, interpret)
         tiling = _row_tiling(problem, config, bool(interpret))
-        results = prefill_launch.attend(operands, work, results, tiling, interpret)
+        results = prefill_launch.attend(operands, plan.work, results, tiling, interpret)
     return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None
 
 
 def _decode(
-    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
+    operands: Operands, lengths: Lengths, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, ...]:
     """Launches the decode kernel and its combine over `initial`, the outputs as rows of one head."""
-    part_out, part_lse, outputs = _attend_pieces(operands, table, initial, tiling, interpret)
+    part_out, part_lse, outputs = _attend_pieces(operands, lengths, initial, tiling, interpret)
     if tiling.whole_units:
         return outputs
-    return combine.merge_pieces(part_out, part_lse, table, outputs, tiling, interpret)
+    return combine.merge_pieces(part_out, part_lse, lengths, outputs, tiling, interpret)
 
 
 def _attend_pieces(
-    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
+    operands: Operands, lengths: Lengths, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Launches the first kernel; returns its partial results and the outputs."""
     parts = tiling.slots * tiling.rows
-    gmem = buffers.Gmem(
+    inputs = buffers.Gmem(
         q=operands.q,
         key=pages.split_pages(operands.cache_arrays[0], tiling),
         value=pages.split_pages(operands.cache_arrays[-1], tiling),
         block_table=operands.block_table,
         rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
-        table=table,
+        lengths=lengths,
     )
+    arrays, structure = jax.tree.flatten(inputs)
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_pieces(*refs: Any, smem: Any, bars: Any) -> None:
-        inputs, (out, *lse), part = refs[: len(buffers.Gmem._fields)], refs[len(buffers.Gmem._fields) : -2], refs[-2:]
-        decode.program(
-            buffers.Gmem(*inputs), buffers.Results(part[0], part[1], out, lse[0] if lse else None), smem, bars, tiling
-        )
+        gmem = jax.tree.unflatten(structure, refs[: len(arrays)])
+        out, *lse, part_out, part_lse = refs[len(arrays) :]
+        decode.program(gmem, buffers.Results(part_out, part_lse, out, lse[0] if lse else None), smem, bars, tiling)
 
     part_out, part_lse = mosaic.kernel(
         attend_pieces,
@@ -247,5 +258,5 @@ def _attend_pieces(
         grid_names=("cta",),
         num_threads=2,
         scratch_types={"smem": buffers.smem_types(tiling), "bars": buffers.barrier_types(tiling)},
-    )(*gmem, *refs)
+    )(*arrays, *refs)
     return part_out, part_lse, tuple(jax.freeze(ref) for ref in refs)

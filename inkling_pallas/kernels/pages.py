@@ -44,7 +44,8 @@ def fetch_tile(
     """Starts the copies of one KV tile; each arrives once on `ready`.
 
     A chunk without a key that some row sees is replaced by the nearest one with such keys, which the cache has at
-    hand, and page ids are clipped into the pool: what they bring is masked.
+    hand, and page ids are clipped into the pool: what they bring is masked. The CTAs of a cluster copy a part each, to
+    all of them.
     """
     chunks_per_tile = tiling.block_kv // tiling.chunk
     chunks_per_page = tiling.problem.block_size // tiling.chunk
@@ -56,7 +57,8 @@ def fetch_tile(
     for i, (chunk, page) in enumerate(zip(chunks, pages, strict=True)):
         page = jnp.clip(page, 0, tiling.problem.num_blocks - 1)
         source = _chunk_of(cache, page, lax.rem(chunk, chunks_per_page), piece.head, values, tiling)
-        plgpu.copy_gmem_to_smem(source, tile_smem.at[slice(i * tiling.chunk, (i + 1) * tiling.chunk)], ready)
+        place = tile_smem.at[slice(i * tiling.chunk, (i + 1) * tiling.chunk)]
+        plgpu.copy_gmem_to_smem(source, place, ready, collective_axes=tiling.cluster_axis)
 
 
 def clear_dead_rows(tile_smem: Any, begin: jax.Array, end: jax.Array, tiling: Tiling) -> None:

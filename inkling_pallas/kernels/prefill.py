@@ -1,12 +1,13 @@
 """Attention for many query rows per sequence on sm_90: rows of a tile are (token, head of the group), in registers.
 
-Persistent CTAs walk a list of tiles (`worklist`), those with most keys first. Two warpgroups compute, 64 rows each,
-and take turns on the tensor core, so that one's softmax runs beside the other's products; the warps of a third copy.
-`prefill_buffers` holds their protocol.
+Persistent clusters of CTAs walk a list of tiles (`worklist`), those with most keys first. The CTAs of a cluster have
+different rows of a tile and the same keys, of which each fetches a part for all. In a CTA two warpgroups compute, 64
+rows each, and take turns on the tensor core, so that one's softmax runs beside the other's products; the warps of a
+third copy. `prefill_buffers` holds their protocol.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import band, epilogue, pages, prefill_buffers, prefill_tiles, schedule, softmax, worklist
+from inkling_pallas.kernels import (
+    band,
+    epilogue,
+    mosaic,
+    pages,
+    prefill_buffers,
+    prefill_tiles,
+    schedule,
+    softmax,
+    worklist,
+)
 from inkling_pallas.kernels.prefill_buffers import Barriers, Gmem, Smem
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
@@ -26,20 +37,33 @@ _COMPUTING, _COPYING = 232, 40
 
 def program(gmem: Gmem, out: Any, lse: Any, smem: Smem, bars: Barriers, tiling: RowTiling) -> None:
     """The kernel of one CTA."""
-    warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
+    warpgroup, place = lax.axis_index("wg"), _place(tiling)
+    mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(_COMPUTING, action="increase")
-        _compute(gmem, out, lse, smem, bars, warpgroup, cta, tiling)
+        _compute(gmem, out, lse, smem, bars, warpgroup, place, tiling)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(_COPYING, action="decrease")
-        _copy(gmem, smem, bars, cta, tiling)
+        _copy(gmem, smem, bars, place, tiling)
 
 
-def _copy(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling: RowTiling) -> None:
+class Place(NamedTuple):
+    """Which cluster a CTA belongs to, and which of its CTAs it is."""
+
+    cluster: jax.Array
+    rank: jax.Array
+
+
+def _place(tiling: RowTiling) -> Place:
+    rank = jnp.int32(0) if tiling.cluster_axis is None else lax.axis_index(tiling.cluster_axis)
+    return Place(lax.axis_index("cluster"), rank)
+
+
+def _copy(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: RowTiling) -> None:
     """Runs one warp each for K, V, the bias and q. Arrives on every *_ready, waits on every *_free."""
 
     def copy_keys(slot: jax.Array, piece: Piece, t: jax.Array) -> None:
@@ -52,11 +76,11 @@ def _copy(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling: RowTil
 
     @plgpu.warp_map
     def _(warp: jax.Array) -> None:
-        pl.when(warp == 0)(lambda: _stream_cache(gmem, cta, bars.k_free, copy_keys, tiling))
-        pl.when(warp == 1)(lambda: _stream_cache(gmem, cta, bars.v_free, copy_values, tiling))
-        pl.when(warp == 2)(lambda: _stream_bias(gmem, smem, bars, cta, tiling))
+        pl.when(warp == 0)(lambda: _stream_cache(gmem, place.cluster, bars.k_free, copy_keys, tiling))
+        pl.when(warp == 1)(lambda: _stream_cache(gmem, place.cluster, bars.v_free, copy_values, tiling))
+        pl.when(warp == 2)(lambda: _stream_bias(gmem, smem, bars, place, tiling))
         if not tiling.shares_ring:
-            pl.when(warp == 3)(lambda: _stream_queries(gmem, smem, bars, cta, tiling))
+            pl.when(warp == 3)(lambda: _stream_queries(gmem, smem, bars, place, tiling))
 
 
 def _wait_until_free(free: Any, count: jax.Array, slots: int, index: jax.Array) -> None:
@@ -65,9 +89,9 @@ def _wait_until_free(free: Any, count: jax.Array, slots: int, index: jax.Array) 
 
 
 def _stream_cache(
-    gmem: Gmem, cta: jax.Array, free: Any, copy: Callable[[jax.Array, Piece, jax.Array], None], tiling: RowTiling
+    gmem: Gmem, cluster: jax.Array, free: Any, copy: Callable[[jax.Array, Piece, jax.Array], None], tiling: RowTiling
 ) -> None:
-    """Calls copy(stage, piece, KV tile) for each KV tile of a CTA once the stage is free."""
+    """Calls copy(stage, piece, KV tile) for each KV tile of a cluster once the stage is free."""
     stages = tiling.num_stages
 
     def copy_tile(tile: Tile, counts: Counts) -> None:
@@ -78,13 +102,15 @@ def _stream_cache(
             _wait_until_free(free, count, stages, stage)
             copy(stage, tile.piece, t)
 
-    total = worklist.for_each_tile(gmem.items, cta, tiling, copy_tile).kv_tiles
-    if tiling.interpret:  # It wants every completion of a barrier to be seen.
+    total = worklist.for_each_tile(gmem.work, cluster, tiling, copy_tile).kv_tiles
+    # The interpreter wants every completion of a barrier to be seen, and a CTA must not end before the others of its
+    # cluster have last arrived here.
+    if tiling.interpret or tiling.cluster_axis is not None:
         for i in range(stages):
             _wait_until_free(free, total + i, stages, lax.rem(total + i, stages))
 
 
-def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling: RowTiling) -> None:
+def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: RowTiling) -> None:
     """Copies the bias blocks of each tile; where q shares their ring, its rows before them."""
     slots = tiling.band_slots
 
@@ -94,12 +120,12 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling:
         return index
 
     def copy_tile(tile: Tile, counts: Counts) -> None:
-        pieces = [worklist.rows_of(tile, w, tiling) for w in range(WARPGROUPS)]
+        pieces = [worklist.rows_of(tile, place.rank, w, tiling) for w in range(WARPGROUPS)]
         if tiling.shares_ring:
             for w, piece in enumerate(pieces):
                 index = wait(counts.slots, w)
-                place = prefill_buffers.query_slot(smem, lax.rem(counts.slots, slots), w)
-                _fetch_queries(gmem, place, bars.band_ready.at[index], piece, tiling)
+                block = prefill_buffers.query_slot(smem, lax.rem(counts.slots, slots), w)
+                _fetch_queries(gmem, block, bars.band_ready.at[index], piece, tiling)
 
         @pl.loop(tile.first_biased, tile.end)
         def _(t: jax.Array) -> None:
@@ -109,29 +135,29 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling:
                 block = smem.band.at[lax.rem(count, slots), w]
                 band.fetch_block(gmem.rel_logits, block, bars.band_ready.at[index], piece, t, tiling)
 
-    total = worklist.for_each_tile(gmem.items, cta, tiling, copy_tile).slots
+    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).slots
     if tiling.interpret:
         for i in range(slots):
             for w in range(WARPGROUPS):
                 wait(total + i, w)
 
 
-def _stream_queries(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling: RowTiling) -> None:
+def _stream_queries(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: RowTiling) -> None:
     """Copies the query rows of each tile into their own buffer."""
 
     def copy_tile(tile: Tile, counts: Counts) -> None:
         for w in range(WARPGROUPS):
             _wait_until_free(bars.q_free, counts.tiles, 1, jnp.int32(w))
-            place = prefill_buffers.query_slot(smem, 0, w)
-            _fetch_queries(gmem, place, bars.q_ready.at[w], worklist.rows_of(tile, w, tiling), tiling)
+            block = prefill_buffers.query_slot(smem, 0, w)
+            _fetch_queries(gmem, block, bars.q_ready.at[w], worklist.rows_of(tile, place.rank, w, tiling), tiling)
 
-    total = worklist.for_each_tile(gmem.items, cta, tiling, copy_tile).tiles
+    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).tiles
     if tiling.interpret:
         for w in range(WARPGROUPS):
             _wait_until_free(bars.q_free, total, 1, jnp.int32(w))
 
 
-def _fetch_queries(gmem: Gmem, place: Any, ready: Any, piece: Piece, tiling: RowTiling) -> None:
+def _fetch_queries(gmem: Gmem, block: Any, ready: Any, piece: Piece, tiling: RowTiling) -> None:
     """Starts the copy of a warpgroup's query rows.
 
     Rows past the sequence belong to the next one, or are zeros past the array, as are elements past head_dim, which
@@ -140,24 +166,25 @@ def _fetch_queries(gmem: Gmem, place: Any, ready: Any, piece: Piece, tiling: Row
     # Traced, since Pallas refuses a static slice that leaves an array.
     group, width = tiling.problem.group, pl.ds(piece.row * 0, tiling.query_width)
     source = gmem.q.at[pl.ds(piece.row, tiling.token_block), pl.ds(piece.head * group, group), width]
-    plgpu.copy_gmem_to_smem(source, place, ready)
+    plgpu.copy_gmem_to_smem(source, block, ready)
 
 
 def _compute(
-    gmem: Gmem, out: Any, lse: Any, smem: Smem, bars: Barriers, warpgroup: jax.Array, cta: jax.Array, tiling: RowTiling
+    gmem: Gmem, out: Any, lse: Any, smem: Smem, bars: Barriers, warpgroup: jax.Array, place: Place, tiling: RowTiling
 ) -> None:
     """Attends a warpgroup's rows of each tile and writes them. Waits on every *_ready, arrives on every *_free."""
 
     def attend(tile: Tile, counts: Counts) -> None:
-        work = prefill_tiles.Work(tile, counts, worklist.rows_of(tile, warpgroup, tiling), warpgroup)
+        work = prefill_tiles.Work(tile, counts, worklist.rows_of(tile, place.rank, warpgroup, tiling), warpgroup)
         state = prefill_tiles.attend_tile(smem, bars, work, tiling)
         _write_rows(out, lse, state, work.rows, tiling)
 
-    worklist.for_each_tile(gmem.items, cta, tiling, attend)
+    worklist.for_each_tile(gmem.work, place.cluster, tiling, attend)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
-        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.table), cta, tiling)
+        cta = place.cluster * tiling.cluster_size + place.rank
+        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.work.table), cta, tiling)
 
 
 def _write_rows(out: Any, lse: Any, state: softmax.RowState, piece: Piece, tiling: RowTiling) -> None:

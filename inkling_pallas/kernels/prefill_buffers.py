@@ -1,11 +1,12 @@
 """Memory and barriers of the prefill kernel, and its protocol.
 
-Two warpgroups compute, w = 0 and 1; the warps of a third copy.
+Two warpgroups compute, w = 0 and 1; the warps of a third copy. K and V come for all CTAs of a cluster, so all of them
+must have let a stage go.
 
 | barrier | arrives | waits | guards |
 |---|---|---|---|
-| k_ready, k_free [stage] | copies of K; both warpgroups | both; warp 0 | smem.k[stage] |
-| v_ready, v_free [stage] | copies of V; both warpgroups | both; warp 1 | smem.v[stage] |
+| k_ready, k_free [stage] | copies of K; both warpgroups, in a cluster of all its CTAs | both; warp 0 | smem.k[stage] |
+| v_ready, v_free [stage] | copies of V; both warpgroups, in a cluster of all its CTAs | both; warp 1 | smem.v[stage] |
 | v_clear [stage] | warpgroup 0, only in tiles that it clears | warpgroup 1 | smem.v[stage] |
 | band_ready, band_free [slot, w] | copy of rel_logits or q; warpgroup w | warpgroup w; warp 2 | smem.band[slot, w] |
 | q_ready, q_free [w] | copy of q; warpgroup w | warpgroup w; warp 3 | smem.q[w], where q has its own buffer |
@@ -18,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
+from inkling_pallas.kernels.worklist import Worklist
 
 
 class Gmem(NamedTuple):
@@ -28,8 +30,7 @@ class Gmem(NamedTuple):
     value: Any
     block_table: Any
     rel_logits: Any
-    items: Any
-    table: Any
+    work: Worklist
 
 
 class Smem(NamedTuple):
@@ -72,15 +73,22 @@ def barrier_types(tiling: RowTiling) -> Barriers:
     slots = tiling.band_slots * WARPGROUPS
     return Barriers(
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        k_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        k_free=_stage_free(tiling),
         v_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        v_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        v_free=_stage_free(tiling),
         v_clear=plgpu.Barrier(num_barriers=stages),
         band_ready=plgpu.Barrier(num_barriers=slots),
         band_free=plgpu.Barrier(num_barriers=slots),
         q_ready=plgpu.Barrier(num_barriers=WARPGROUPS),
         q_free=plgpu.Barrier(num_barriers=WARPGROUPS),
     )
+
+
+def _stage_free(tiling: RowTiling) -> Any:
+    arrivals: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": tiling.num_stages}
+    if tiling.cluster_axis is None:
+        return plgpu.Barrier(**arrivals)
+    return plgpu.ClusterBarrier(collective_axes=(tiling.cluster_axis,), **arrivals)
 
 
 def smem_bytes(tiling: RowTiling) -> int:

@@ -21,7 +21,16 @@ class Tiling:
     num_stages: int
     num_ctas: int
     interpret: bool = False
+    cluster_axis: str | None = None  # along which K and V are copied for several CTAs at once
     clears_rows: bool = True  # the rows of no sequence; else another kernel of the call does
+    fewest_rows: int = 1  # of a sequence; those with fewer are another kernel's
+    call_max_seqlen_q: int | None = None  # of the call, where sequences with more rows are another kernel's
+
+    @property
+    def whole_problem(self) -> Problem:
+        """The problem of the call."""
+        longest = self.call_max_seqlen_q or self.problem.max_seqlen_q
+        return dataclasses.replace(self.problem, max_seqlen_q=longest)
 
     @property
     def token_block(self) -> int:
@@ -94,9 +103,11 @@ ROWS = 64  # of a matrix product of one warpgroup
 class RowTiling(Tiling):
     """How the prefill kernel cuts a problem: query rows are the rows of the products, `rows` of 64 per warpgroup.
 
-    A tile of the schedule is `tile_tokens` tokens of one kv head, `token_block` of them for each warpgroup.
+    A tile of the schedule is `tile_tokens` tokens of one kv head, `token_block` of them for each warpgroup of each of
+    `cluster_size` CTAs, which walk the same keys.
     """
 
+    cluster_size: int = 1
     band_slots: int = 2
     bias_first: bool = (
         True  # the accumulator of the scores starts from the bias; else that is added while they are computed
@@ -110,7 +121,12 @@ class RowTiling(Tiling):
     @property
     def tile_tokens(self) -> int:
         """Tokens of a tile."""
-        return WARPGROUPS * self.token_block
+        return self.cluster_size * WARPGROUPS * self.token_block
+
+    @property
+    def num_clusters(self) -> int:
+        """Clusters of the grid."""
+        return self.num_ctas // self.cluster_size
 
     @property
     def max_items(self) -> int:

@@ -1,9 +1,9 @@
-"""Which tiles of query rows a CTA of the prefill kernel attends: a list made on the device, and its bands.
+"""Which tiles of query rows a CTA of the prefill kernel attends: a list that `listing` makes, and its bands.
 
 An *item* of the list is `tile_tokens` rows of one sequence; each kv head attends it as one tile. Items are counted
 from the lengths that the arrays hold, so that a `max_seqlen_q` past them costs nothing, and those with most keys come
-first. CTA c takes tiles c, 2n - 1 - c, 2n + c, ... of n CTAs, heads fastest: heads read different keys, but tiles
-that run at one time read the same.
+first. Cluster c takes tiles c, 2n - 1 - c, 2n + c, ... of n clusters, heads fastest: heads read different keys, but
+tiles that run at one time read the same.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from inkling_pallas.kernels import schedule
-from inkling_pallas.kernels.schedule import Piece, Table
-from inkling_pallas.kernels.tiling import RowTiling
-from inkling_pallas.problem import Sequences
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.table import Table
+from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
 
 
 class Worklist(NamedTuple):
     """What the layers of a step share."""
 
-    items: Any  # int32[max_items, len(Item._fields)]
-    table: Any  # int32[6, batch], rows 0 to 5 of `schedule.Table`; row 4 is unused
+    items: Any  # int32[>= max_items, ITEM_WORDS]; those past the last are undefined
+    table: Any  # int32[7, batch], see `table.Table`; the work of a sequence is its items
 
 
 class Item(NamedTuple):
@@ -36,23 +36,25 @@ class Item(NamedTuple):
     first_pos: jax.Array
     first_tile: jax.Array
     tiles: jax.Array
-    live_begin: jax.Array  # keys that some row of the sequence sees
-    live_end: jax.Array
-    total: jax.Array  # live items of the list
+    clean_begin: jax.Array  # keys outside may come from memory that holds anything
+    clean_end: jax.Array
+
+
+ITEM_WORDS = 16  # between items: an item is in one sector of 64 bytes
 
 
 class Tile(NamedTuple):
-    """An item for one kv head. `piece` spans the rows of both warpgroups."""
+    """An item for one kv head. `piece` spans the rows of all warpgroups of the cluster."""
 
     piece: Piece
     first_biased: jax.Array  # KV tile from which on bias blocks are copied
     end: jax.Array  # KV tile after the last
-    live_begin: jax.Array
-    live_end: jax.Array
+    clean_begin: jax.Array
+    clean_end: jax.Array
 
 
 class Counts(NamedTuple):
-    """What a CTA has done before a tile: KV tiles, slots of the bias ring, tiles."""
+    """What each CTA of a cluster has done before a tile: KV tiles, slots of the bias ring, tiles."""
 
     kv_tiles: jax.Array
     slots: jax.Array
@@ -62,7 +64,7 @@ class Counts(NamedTuple):
 class Bands(NamedTuple):
     """KV tiles of one warpgroup, in order: [first, edge) left of its window, [edge, biased) far, then biased, masked.
 
-    All are clipped to the tiles of its CTA.
+    All are clipped to the tiles of its cluster.
     """
 
     first: jax.Array
@@ -72,59 +74,20 @@ class Bands(NamedTuple):
     end: jax.Array
 
 
-def make_worklist(tiling: RowTiling, sequences: Sequences, all_sequences: Sequences | None = None) -> Worklist:
-    """Returns the list for some sequences of a batch; the others have a q_len of 0 there, but not in all_sequences."""
-    blocks = lax.div(sequences.q_len + (tiling.tile_tokens - 1), tiling.tile_tokens)
-    ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    index = jnp.arange(tiling.max_items, dtype=jnp.int32)
-    items = _items_at(index, blocks, ends, tiling, sequences)
-    if tiling.problem.batch_size == 1:  # Its last rows have most keys; under a window, but for a tile at its edges.
-        order = jnp.clip(ends[-1] - 1 - index, 0, tiling.max_items - 1)
-    else:
-        order = jnp.argsort(jnp.where(index < ends[-1], -items.tiles, 1), stable=True)
-    owners = sequences if all_sequences is None else all_sequences
-    stop = lax.cummax(owners.q_start + owners.q_len)
-    return Worklist(jnp.stack(items, axis=1)[order], jnp.stack([*owners, blocks, stop]))
-
-
-def _items_at(index: jax.Array, blocks: jax.Array, ends: jax.Array, tiling: RowTiling, sequences: Sequences) -> Item:
-    """Returns items in the order of their rows; those past the last have no tokens."""
-    problem = tiling.problem
-    sequence = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(sequence, problem.batch_size - 1)
-    start, q_len, kv_len, first_pos = (x[sequence] for x in sequences)
-    live_begin, live_end = schedule.live_keys(kv_len, q_len, first_pos, window_left=problem.window_left)
-    skipped = (index - (ends - blocks)[sequence]) * tiling.tile_tokens
-    tokens = jnp.clip(q_len - skipped, 0, tiling.tile_tokens)
-    first_tile, tiles = schedule.tile_range(
-        kv_len, tokens, first_pos + skipped, block_kv=tiling.block_kv, window_left=problem.window_left
-    )
-    return Item(
-        sequence=sequence,
-        row=start + skipped,
-        tokens=tokens,
-        kv_len=kv_len,
-        first_pos=first_pos + skipped,
-        first_tile=first_tile,
-        tiles=tiles,
-        live_begin=live_begin,
-        live_end=live_end,
-        total=jnp.broadcast_to(ends[-1], index.shape),
-    )
-
-
-def for_each_tile(items: Any, cta: jax.Array, tiling: RowTiling, body: Callable[[Tile, Counts], None]) -> Counts:
-    """Calls body(tile, counts) for each tile of a CTA and returns the counts after the last."""
-    heads, ctas = tiling.problem.num_kv_heads, tiling.num_ctas
-    total = items[0, Item._fields.index("total")] * heads
+def for_each_tile(
+    work: Worklist, cluster: jax.Array, tiling: RowTiling, body: Callable[[Tile, Counts], None]
+) -> Counts:
+    """Calls body(tile, counts) for each tile of a cluster and returns the counts after the last."""
+    heads, clusters = tiling.problem.num_kv_heads, tiling.num_clusters
+    total = table_of(work.table).at(4, tiling.problem.batch_size - 1) * heads
 
     def visit(turn: jax.Array, counts: Counts) -> Counts:
-        place = turn * ctas + jnp.where(lax.rem(turn, 2) == 0, cta, ctas - 1 - cta)
+        place = turn * clusters + jnp.where(lax.rem(turn, 2) == 0, cluster, clusters - 1 - cluster)
         return lax.cond(place < total, lambda: attend(place, counts), lambda: counts)
 
     def attend(place: jax.Array, counts: Counts) -> Counts:
         row = lax.div(place, heads)
-        tile = tile_of(Item(*(items[row, i] for i in range(len(Item._fields)))), lax.rem(place, heads), tiling)
+        tile = tile_of(Item(*(work.items[row, i] for i in range(len(Item._fields)))), lax.rem(place, heads), tiling)
         body(tile, counts)
         return Counts(
             kv_tiles=counts.kv_tiles + tile.piece.tiles,
@@ -132,7 +95,7 @@ def for_each_tile(items: Any, cta: jax.Array, tiling: RowTiling, body: Callable[
             tiles=counts.tiles + 1,
         )
 
-    turns = lax.div(total + (ctas - 1), ctas)
+    turns = lax.div(total + (clusters - 1), clusters)
     return lax.fori_loop(0, turns, visit, Counts(*[jnp.int32(0)] * 3))
 
 
@@ -153,11 +116,11 @@ def tile_of(item: Item, head: jax.Array, tiling: RowTiling) -> Tile:
         base=zero,
     )
     end = item.first_tile + item.tiles
-    return Tile(piece, _first_biased(piece, end, tiling), end, item.live_begin, item.live_end)
+    return Tile(piece, _first_biased(piece, end, tiling), end, item.clean_begin, item.clean_end)
 
 
 def _first_biased(piece: Piece, end: jax.Array, tiling: RowTiling) -> jax.Array:
-    """Returns the KV tile from which on both warpgroups add a bias.
+    """Returns the KV tile from which on all warpgroups add a bias.
 
     All those with a mask do, and under a window all do: few are far there, if any.
     """
@@ -173,9 +136,9 @@ def _first_masked(piece: Piece, tiling: RowTiling) -> jax.Array:
     return lax.div(jnp.maximum(jnp.minimum(piece.kv_len, piece.first_pos + 1), 0), tiling.block_kv)
 
 
-def rows_of(tile: Tile, warpgroup: Any, tiling: RowTiling) -> Piece:
-    """Returns the rows of a tile that one warpgroup has; maybe none of them is live."""
-    skipped = jnp.asarray(warpgroup, jnp.int32) * tiling.token_block
+def rows_of(tile: Tile, rank: Any, warpgroup: Any, tiling: RowTiling) -> Piece:
+    """Returns the rows that a warpgroup of the cluster's CTA `rank` has of a tile; maybe none of them is live."""
+    skipped = (jnp.asarray(rank, jnp.int32) * WARPGROUPS + warpgroup) * tiling.token_block
     piece = tile.piece
     return piece._replace(
         row=piece.row + skipped,

@@ -38,9 +38,8 @@ def test_a_sheared_table_is_right_without_a_race(name, capfd):
 
 
 def test_tokens_across_a_step_of_a_part_are_right(capfd):
-    call = build(
-        small("part", (5,), (70,), rel_extent=64, window_size=(60, 0), padding_rows=1, poison=("padding_rows",))
-    )
+    facts: dict[str, Any] = {"rel_extent": 64, "window_size": (60, 0), "padding_rows": 1, "poison": ("padding_rows",)}
+    call = build(small("part", (5,), (70,), **facts))
     call |= {"kv_offset": np.array([13], np.int32), "total_seqlens": np.array([88], np.int32)}
     interpreted.assert_right(interpreted.attend(shear_call(call), _DECODE), call, capfd, LIMITS["bfloat16"])
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from inkling_pallas import sheared_benchmark
 from inkling_pallas.bench_options import Options, parse_options
 from inkling_pallas.ceilings import measure_ceilings
 from inkling_pallas.console import progress, table
@@ -26,8 +27,8 @@ from inkling_pallas.results import (
     table_of,
     write_json,
 )
-from inkling_pallas.timed_case import empty_results, run_case
-from inkling_pallas.timing import make_clock
+from inkling_pallas.timed_case import empty_results, one_line, run_case
+from inkling_pallas.timing import Clock, make_clock
 from inkling_pallas.workloads import WORKLOADS
 
 # Peers in processes of their own take long to start and to compile: past this share of the time none is asked.
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     }.items():
         if rows:
             table(title, head, rows)
+    if options.suite == "sheared":
+        table("plain and sheared", *sheared_benchmark.table_of(results["cases"]))
     print(f"wrote {options.path}")
     return int(any(case["red"] for case in results["cases"]))
 
@@ -83,6 +86,8 @@ def run_suite(options: Options, command: str) -> dict[str, Any]:
             if spent < 1:
                 case = run_case(WORKLOADS[name], options.backend, peers, clock, ceilings)
                 workers.time_case(case, hurried=spent > _WORKER_SHARE)
+                if options.suite == "sheared":
+                    _add_sheared(case, clock)
             else:
                 reason = f"not started: the time limit of {options.time_limit:g} s was over"
                 case = empty_results(WORKLOADS[name], options.backend, ceilings, reason)
@@ -90,6 +95,15 @@ def run_suite(options: Options, command: str) -> dict[str, Any]:
             write_json(options.path, results)
             print(line_of(case), flush=True)
     return results
+
+
+def _add_sheared(results: dict[str, Any], clock: Clock) -> None:
+    """Fills in what a case does with the bias in the sheared layout."""
+    try:
+        results["sheared"] = sheared_benchmark.measure(WORKLOADS[results["name"]], results["backend"], clock)
+    except Exception as error:  # whatever a kernel raises, the other cases are still to be timed
+        results["sheared"] = {"differs": {}, "reason": one_line(error), "calls": {}}
+    results["red"] |= results["sheared"]["reason"] is not None
 
 
 def _compare(first: Path, second: Path) -> int:

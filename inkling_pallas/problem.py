@@ -19,6 +19,7 @@ from jax import lax
 
 from inkling_pallas.errors import FLOAT_DTYPES, describe, float_dtype, refuse, require_array, static_bool, static_int
 from inkling_pallas.layouts import AXES, HEAD_AXIS, CacheDims, cache_dims
+from inkling_pallas.sheared import ShearedLogits, sheared_width
 
 # Lengths from outside are clipped to this before they are added or subtracted, so that no int32 can wrap around.
 LENGTH_LIMIT = 2**29
@@ -49,6 +50,7 @@ class Problem:
     out_dtype: str
     return_lse: bool
     layout: str = "separate"  # of the cache: one of layouts.LAYOUTS
+    sheared: bool = False  # rel_logits come as ShearedLogits
 
     @property
     def group(self) -> int:
@@ -82,7 +84,7 @@ class Operands(NamedTuple):
     key_cache: jax.Array
     value_cache: jax.Array | None  # None: key_cache holds the values, too, as problem.layout says
     block_table: jax.Array
-    rel_logits: jax.Array
+    rel_logits: jax.Array | ShearedLogits
     out: jax.Array | None
 
     @property
@@ -174,9 +176,7 @@ def make_problem(
     dims = _require_floats(q, key_cache, value_cache, layout)
     dtype = np.dtype(q.dtype).name
     extent = static_int("rel_extent", rel_extent, 1)
-    if rel_logits is not None:
-        shape = (q.shape[0], q.shape[1], extent)
-        require_array("rel_logits", rel_logits, shape, dtype, "It is [num_tokens, num_heads, rel_extent] in q's dtype.")
+    _require_bias(rel_logits, (q.shape[0], q.shape[1]), extent, dtype)
     require_array("block_table", block_table, ("batch", "max_blocks"), "int32", "It holds a page id per block of keys.")
     batch_size = block_table.shape[0]
     _require_lengths(lengths, batch_size)
@@ -202,7 +202,22 @@ def make_problem(
         out_dtype=result_dtype,
         return_lse=static_bool("return_lse", return_lse),
         layout=layout,
+        sheared=isinstance(rel_logits, ShearedLogits),
     )
+
+
+def _require_bias(rel_logits: Any, rows: tuple[int, int], extent: int, dtype: str) -> None:
+    """Raises ValueError for a bias that does not fit `rows`, (num_tokens, num_heads); None is left to the caller."""
+    if not isinstance(rel_logits, ShearedLogits):
+        if rel_logits is not None:
+            advice = "It is [num_tokens, num_heads, rel_extent] in q's dtype."
+            require_array("rel_logits", rel_logits, (*rows, extent), dtype, advice)
+        return
+    advice = "Shear it for these rows and this extent: see shear()."
+    if rel_logits.rel_extent != extent:
+        raise refuse("rel_logits", f"be sheared for rel_extent = {extent}", rel_logits.rel_extent, advice)
+    require_array("rel_logits.table", rel_logits.table, (*rows, sheared_width(extent)), dtype, advice)
+    require_array("rel_logits.shifts", rel_logits.shifts, rows[:1], "int32", advice)
 
 
 def _require_lengths(lengths: Lengths, batch_size: int) -> None:
@@ -217,12 +232,22 @@ def _require_lengths(lengths: Lengths, batch_size: int) -> None:
 def safe_sequences(problem: Problem, lengths: Lengths) -> Sequences:
     """Returns per-sequence facts that stay in bounds for any contents of the length arrays.
 
+    As `place_rows`; rows past max_seqlen_q are dropped.
+    """
+    placed = place_rows(problem.num_tokens, lengths)
+    return placed._replace(
+        q_len=jnp.minimum(placed.q_len, problem.max_seqlen_q), kv_len=jnp.minimum(placed.kv_len, problem.max_kv_len)
+    )
+
+
+def place_rows(num_tokens: int, lengths: Lengths) -> Sequences:
+    """Returns where the rows of each sequence lie and stand, for any contents of the length arrays.
+
     A sequence whose row offsets decrease or leave [0, num_tokens] has no rows; where two sequences claim a row, the
-    earlier one has it. Rows past max_seqlen_q are dropped. Positions count from the end of a sequence, so clipping its
-    first rows moves no other row.
+    earlier one has it. Positions count from the end of a sequence, so clipping its first rows moves no other row.
     """
     start, end = lengths.cu_seqlens_q[:-1], lengths.cu_seqlens_q[1:]
-    valid = (start >= 0) & (start <= end) & (end <= problem.num_tokens)
+    valid = (start >= 0) & (start <= end) & (end <= num_tokens)
     end = jnp.where(valid, end, 0)
     claimed = jnp.concatenate([jnp.zeros((1,), jnp.int32), lax.cummax(end)[:-1]])
     start = jnp.where(valid, jnp.maximum(start, claimed), 0)
@@ -230,9 +255,4 @@ def safe_sequences(problem: Problem, lengths: Lengths) -> Sequences:
     cached = jnp.clip(lengths.cache_seqlens, 0, LENGTH_LIMIT)
     offset = jnp.zeros_like(cached) if lengths.kv_offset is None else jnp.clip(lengths.kv_offset, 0, LENGTH_LIMIT)
     total = offset + cached if lengths.total_seqlens is None else jnp.clip(lengths.total_seqlens, 0, LENGTH_LIMIT)
-    return Sequences(
-        q_start=start,
-        q_len=jnp.minimum(q_len, problem.max_seqlen_q),
-        kv_len=jnp.minimum(cached, problem.max_kv_len),
-        first_pos=total - q_len - offset,
-    )
+    return Sequences(q_start=start, q_len=q_len, kv_len=cached, first_pos=total - q_len - offset)

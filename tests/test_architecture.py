@@ -15,7 +15,7 @@ LAYERS = (
     ("benchmark", "check_command", "context_benchmark", "demo", "report", "serve_sim"),
     ("measurement_plots",),
     ("measurements",),
-    ("bench_options", "timed_case"),
+    ("bench_options", "sheared_benchmark", "timed_case"),
     ("ceilings", "check", "contract", "judging", "peers", "serve_options", "serve_report"),
     ("peer_dense", "peer_libraries", "peer_paged", "peer_workers", "torch_peers"),
     ("fa4_score_mod", "peer_arrays", "peer_call", "torch_inputs"),
@@ -34,6 +34,7 @@ LAYERS = (
     ("warm",),
     ("batch",),
     ("buckets",),
+    ("shearing",),
     ("relative",),
     ("splits",),
     ("kernels.__init__", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
@@ -56,9 +57,9 @@ LAYERS = (
         "kernels.worklist",
     ),
     ("kernels.schedule", "kernels.softmax"),
-    ("kernels.rows",),
+    ("kernels.rows", "kernels.steps"),
     ("kernels.mosaic",),
-    ("kernels.inline_rows", "kernels.scan", "kernels.tiling"),
+    ("kernels.inline_rows", "kernels.inline_steps", "kernels.scan", "kernels.shear_tiles", "kernels.tiling"),
     ("kernels.inline",),
     ("catalog",),
     ("cache_cases",),
@@ -67,7 +68,7 @@ LAYERS = (
     ("reference",),
     ("contents",),
     ("problem",),
-    ("cache",),
+    ("cache", "sheared"),
     ("layouts", "page_pool"),
     ("console", "errors", "trace"),
 )
@@ -75,7 +76,7 @@ LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in 
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 PRIVATE_PREFIXES = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
-PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scan")
+PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.inline_steps", "kernels.scan")
 
 
 def _imported_names(module: str, tree: ast.Module) -> Iterator[str]:

@@ -3,10 +3,12 @@
 A peer whose name ends in `_nobias` leaves the bias out: it is a floor for a kernel that must also add one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
-from inkling_pallas.peer_call import Peer
+from inkling_pallas.cases import Case
+from inkling_pallas.peer_call import Peer, PeerCall, PeerSkippedError
 from inkling_pallas.peer_dense import xla_dense
 from inkling_pallas.peer_libraries import (
     jax_cudnn_each_nobias,
@@ -17,6 +19,12 @@ from inkling_pallas.peer_libraries import (
 from inkling_pallas.peer_paged import jax_paged_nobias
 from inkling_pallas.peer_workers import WORKER_PEERS
 
+
+def jax_triton_rel(case: Case, sets: Sequence[Mapping[str, Any]]) -> PeerCall:
+    """Stands in the list for a Triton kernel of the operator, so that its absence is told."""
+    raise PeerSkippedError("no kernel is written: jax-triton 0.4.1 needs triton 3.7, and torch 2.11 brings 3.6")
+
+
 PEERS: Mapping[str, Peer] = MappingProxyType(
     {
         "jax_cudnn_nobias": jax_cudnn_nobias,
@@ -24,6 +32,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         "tokamax_nobias": tokamax_nobias,
         "tokamax_packed_nobias": tokamax_packed_nobias,
         "jax_paged_nobias": jax_paged_nobias,
+        "jax_triton_rel": jax_triton_rel,
         "xla_dense": xla_dense,
     }
 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from inkling_pallas import sheared
 from inkling_pallas.kernels import listing, rows, schedule, softmax, worklist
 from inkling_pallas.kernels.tiling import RowTiling, Tiling
 from inkling_pallas.problem import Lengths, Problem
@@ -111,6 +112,27 @@ def gather_tile(rel_logits: np.ndarray, *, first_pos: int, first_key: int, keys:
     tile = rows.gather_descending(jnp.asarray(block), jnp.asarray(starts, jnp.int32), keys, interpret=True)
     places = (starts - np.arange(tokens) * width)[:, None] - np.arange(keys)
     return Gather(first, block, places, np.asarray(tile))
+
+
+class Sheared(NamedTuple):
+    """Rows of a bias in the sheared layout, and the key of their block table that each begins at."""
+
+    first_keys: np.ndarray  # int[tokens]
+    table: np.ndarray  # [tokens, sheared width]: keys ascend
+
+
+def shear_table(rel_logits: np.ndarray, *, first_pos: int) -> Sheared:
+    """Returns one head's biases as `sheared.shear_rows` writes them.
+
+    Args:
+      rel_logits: [tokens, rel_extent] of one head.
+      first_pos: position of the first token.
+    """
+    tokens, extent = rel_logits.shape
+    position = first_pos + np.arange(tokens)
+    shifts = sheared.shift_of(position, extent)
+    table = sheared.shear_rows(jnp.asarray(rel_logits)[:, None], jnp.asarray(shifts, jnp.int32))
+    return Sheared(position - (extent - 1) - shifts, np.asarray(table)[:, 0])
 
 
 class Share(NamedTuple):

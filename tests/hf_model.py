@@ -1,4 +1,4 @@
-"""Small random Inkling models from Hugging Face transformers (>= 5.14): what golden files and the live check start from.
+"""Small random Inkling models from Hugging Face transformers (>= 5.14), for golden files and the live check.
 
 torch and transformers are imported here alone, with `hf_attention`, `hf_client` and `make_golden`.
 """
@@ -27,7 +27,8 @@ _SHARED: dict[str, Any] = {
     "pad_token_id": 0,
     "attn_implementation": "eager",
 }
-# "small" fits a CPU; "kernels" has the shapes that the Hopper kernels take, small as it is.
+# "small" fits a CPU. "kernels" has shapes that the Hopper kernels take, and every expert takes part in every token: in
+# bfloat16 rounding would choose between two that score alike, and no limit could tell that from an error.
 CONFIGS: dict[str, dict[str, Any]] = {
     "small": _SHARED
     | {
@@ -49,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {
         "vocab_size": 512,
         "hidden_size": 256,
+        "num_experts_per_tok": 4,
         "intermediate_size": 256,
         "moe_intermediate_size": 64,
         "num_attention_heads": 8,

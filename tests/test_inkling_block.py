@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import inkling_block
+import inkling_weights
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +43,7 @@ def golden() -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def weights(golden) -> inkling_block.Weights:
     names = {name.removeprefix("weights/"): array for name, array in golden.items() if name.startswith("weights/")}
-    return inkling_block.take_weights(names, len(MODEL.kinds))
+    return inkling_weights.take_weights(names, len(MODEL.kinds))
 
 
 def of_sequence(golden: dict[str, np.ndarray], sequence: int, name: str) -> np.ndarray:

@@ -68,7 +68,9 @@ def _write_and_attend(
 ) -> tuple[ip.PagedKVCache, jax.Array]:
     cache = ip.write_kv(cache, k, v, batch.slots)
     call = batch.arguments() | dict(static)
-    return cache, ip.inkling_rel_attention(q, cache, None, **call, rel_logits=rel_logits, plan=plan, backend=backend)
+    out = ip.inkling_rel_attention(q, cache, None, **call, rel_logits=rel_logits, plan=plan, backend=backend)
+    assert isinstance(out, jax.Array)  # no LSE was asked for
+    return cache, out
 
 
 class PagedAttention:

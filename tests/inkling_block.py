@@ -150,6 +150,7 @@ def attention(
     out = ip.inkling_rel_attention(
         q, cache, None, **step.batch.arguments(), **kind.attention(), rel_logits=rel_logits, plan=step.plans[kind]
     )
+    assert isinstance(out, jax.Array)  # no LSE was asked for
     return Seen(q, k, v, rel_logits, out), cache
 
 

@@ -32,7 +32,8 @@ def main() -> None:
         golden |= {f"sequence{number}/{name}": array for name, array in _record(model, prompt).items()}
     versions = {"transformers": np.array(transformers.__version__), "torch": np.array(torch.__version__)}
     PATH.parent.mkdir(exist_ok=True)
-    np.savez_compressed(PATH, **golden, **versions)
+    arrays: dict[str, Any] = golden | versions
+    np.savez_compressed(PATH, **arrays)
     print(f"{PATH}: {PATH.stat().st_size / 1e6:.2f} MB, transformers {transformers.__version__}")
 
 

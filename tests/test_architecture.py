@@ -22,7 +22,7 @@ LAYERS = (
     ("sharding",),
     ("context",),
     ("attention",),
-    ("call",),
+    ("call", "write"),
     ("dispatch",),
     ("warm",),
     ("batch",),

@@ -1,4 +1,4 @@
-"""`python -m inkling_pallas COMMAND`: demo, check, bench, serve-sim, bench-context."""
+"""`python -m inkling_pallas COMMAND`: demo, check, bench, serve-sim, bench-context, bench-write."""
 
 import importlib
 import sys
@@ -9,6 +9,7 @@ _COMMANDS = {
     "check": "every backend of this machine on the cases that it must pass",
     "bench": "time named cases against ceilings and peers",
     "bench-context": "time a decode whose keys are cut over several devices, against one device",
+    "bench-write": "time cache writes against a copy of the same bytes",
     "serve-sim": "continuous batching over the requests of a trace, checked against the oracle",
 }
 _MODULES = {
@@ -16,6 +17,7 @@ _MODULES = {
     "check": "check_command",
     "bench": "benchmark",
     "bench-context": "context_benchmark",
+    "bench-write": "write_benchmark",
     "serve-sim": "serve_sim",
 }
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # A module imports from later layers only, so the modules of one layer never import each other.
 LAYERS = (
     ("__main__",),
-    ("benchmark", "check_command", "context_benchmark", "demo", "serve_sim"),
+    ("benchmark", "check_command", "context_benchmark", "demo", "serve_sim", "write_benchmark"),
     ("ceilings", "check", "contract", "judging", "peers", "serve_options", "serve_report"),
     ("layer_options", "results", "serving", "timing", "workloads"),
     ("pictures", "scheduler", "server", "synthetic"),

@@ -11,8 +11,10 @@ from jax.sharding import PartitionSpec
 
 from inkling_pallas import layouts
 from inkling_pallas.errors import FLOAT_DTYPES, float_dtype, refuse, require_array, static_int
+from inkling_pallas.exporting import serializable
 
 
+@serializable
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PagedKVCache:

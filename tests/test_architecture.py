@@ -62,7 +62,7 @@ LAYERS = (
     ("problem",),
     ("cache",),
     ("layouts", "page_pool"),
-    ("console", "errors", "trace"),
+    ("console", "errors", "exporting", "trace"),
 )
 LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in modules}
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from test_write_kv import aliased_outputs
+from writes import aliased_outputs
 
 import inkling_pallas as ip
 

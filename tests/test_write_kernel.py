@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_write_kv import aliased_outputs, written_by_hand
+from writes import aliased_outputs, written_by_hand
 
 import inkling_pallas as ip
 from inkling_pallas.dispatch import kernels_of

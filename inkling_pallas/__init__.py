@@ -3,7 +3,7 @@
 from inkling_pallas.attention import check_batch, explain, inkling_rel_attention, plan_batch
 from inkling_pallas.batch import Batch, make_batch
 from inkling_pallas.buckets import Buckets, Variant
-from inkling_pallas.cache import PagedKVCache, write_kv
+from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.call import BatchPlan
 from inkling_pallas.context import ContextShards, cut_context, take_pages
 from inkling_pallas.dispatch import Explanation, PortableFallbackWarning
@@ -14,6 +14,7 @@ from inkling_pallas.sheared import ShearedLogits
 from inkling_pallas.shearing import shear, sheared_relative_logits
 from inkling_pallas.splits import bucket_max_seqlen_q, inkling_num_splits
 from inkling_pallas.warm import warmup
+from inkling_pallas.write import write_kv
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""`python -m inkling_pallas COMMAND`: demo, check, bench, report, serve-sim, bench-context."""
+"""`python -m inkling_pallas COMMAND`: demo, check, bench, report, serve-sim, bench-context, bench-write."""
 
 import importlib
 import sys
@@ -10,6 +10,7 @@ _COMMANDS = {
     "bench": "time named cases against ceilings and peers",
     "report": "write README's tables and plots from the results of bench",
     "bench-context": "time a decode whose keys are cut over several devices, against one device",
+    "bench-write": "time cache writes against a copy of the same bytes",
     "serve-sim": "continuous batching over the requests of a trace, checked against the oracle",
 }
 _MODULES = {
@@ -18,6 +19,7 @@ _MODULES = {
     "bench": "benchmark",
     "report": "report",
     "bench-context": "context_benchmark",
+    "bench-write": "write_benchmark",
     "serve-sim": "serve_sim",
 }
 

@@ -118,7 +118,7 @@ def inkling_rel_attention(
         )
     if backend == "auto" and plan is None:
         warn_on_fallback(call.choice)
-    require_device(call.choice, call.operands, call.interpret)
+    require_device(call.choice.backend, call.operands.q, call.interpret)
     static = _Static(call.problem, call.choice.backend, call.choice.config, call.interpret)
     result, lse = _jitted_operator(static, call.operands, call.lengths, call.plan)
     return (result, lse) if return_lse else result

@@ -15,11 +15,13 @@ import numpy as np
 
 from inkling_pallas.buckets import Buckets, Variant
 from inkling_pallas.errors import refuse, static_int
+from inkling_pallas.exporting import serializable
 from inkling_pallas.splits import bucket_max_seqlen_q
 
 _LAST_SLOT = 2**31 - 1
 
 
+@serializable
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["cu_seqlens_q", "cache_seqlens", "block_table", "slots", "positions"],

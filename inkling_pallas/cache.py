@@ -1,4 +1,4 @@
-"""A paged cache of keys and values in the layout that a stack already has, and writing to it."""
+"""A paged cache of keys and values in the layout that a stack already has."""
 
 import dataclasses
 import functools
@@ -7,13 +7,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from inkling_pallas import layouts
 from inkling_pallas.errors import FLOAT_DTYPES, float_dtype, refuse, require_array, static_int
+from inkling_pallas.exporting import serializable
 
 
+@serializable
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["layout"])
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PagedKVCache:
@@ -170,50 +171,6 @@ def unpack_cache(key_cache: Any, value_cache: Any) -> tuple[Any, Any, str]:
         raise refuse("value_cache", rule, type(value_cache).__name__, "That cache holds the values, too.")
     arrays = key_cache.arrays
     return arrays[0], arrays[1] if len(arrays) == 2 else None, key_cache.layout
-
-
-def write_kv(cache: PagedKVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> PagedKVCache:
-    """Returns the cache with new keys and values written to their slots.
-
-    In place where the cache is donated to the enclosing `jax.jit`, or is the carry of a `jax.lax.scan` or the like.
-    Under `jax.shard_map` slots count in the pages of the shard.
-
-    Args:
-      cache: any layout.
-      k: [num_tokens, num_kv_heads, head_dim] in the dtype of the cache.
-      v: like k.
-      slots: int32[num_tokens]; page * block_size + offset in the page. A token whose slot lies outside
-        [0, num_blocks * block_size), such as -1 for padding, is not written. Where two tokens have the same slot, it is
-        unspecified which is written, also element by element: give each token its own.
-
-    Returns:
-      A cache of the same layout.
-
-    Raises:
-      ValueError: at trace time, for a wrong shape or dtype.
-
-    Example:
-      >>> import jax.numpy as jnp, inkling_pallas as ip
-      >>> cache = ip.PagedKVCache.zeros(num_blocks=4, block_size=16, num_kv_heads=1, head_dim=64)
-      >>> new = jnp.ones((3, 1, 64), jnp.bfloat16)
-      >>> cache = ip.write_kv(cache, new, new, jnp.array([32, 33, -1], jnp.int32))
-      >>> int(cache.arrays[0].sum()) // 64
-      2
-    """
-    if not isinstance(cache, PagedKVCache):
-        advice = "Wrap raw arrays: PagedKVCache.separate(keys, values), .packed(array) or .interleaved(array)."
-        raise refuse("cache", "be a PagedKVCache", type(cache).__name__, advice)
-    shape = ("num_tokens", cache.num_kv_heads, cache.head_dim)
-    require_array("k", k, shape, cache.dtype.name, "kv heads, head_dim and dtype are those of the cache.")
-    require_array("v", v, tuple(k.shape), cache.dtype.name, "It is an array like k.")
-    require_array("slots", slots, (k.shape[0],), "int32", "One per row of k; -1 for a row that is not to be written.")
-    with jax.named_scope("inkling_write_kv"):
-        # What is out of range becomes the page after the last: a scatter drops that, but counts -1 from the end.
-        page = jnp.where(slots < 0, cache.num_blocks, jnp.minimum(lax.div(slots, cache.block_size), cache.num_blocks))
-        offset = lax.rem(jnp.maximum(slots, 0), cache.block_size)
-        arrays = tuple(map(jnp.asarray, cache.arrays))
-        written = layouts.write_tokens(cache.layout, arrays, page, offset, jnp.asarray(k), jnp.asarray(v))
-    return dataclasses.replace(cache, arrays=written)
 
 
 def _num_arrays(layout: str) -> int:

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from inkling_pallas.attention import inkling_rel_attention
-from inkling_pallas.cache import unpack_cache, write_kv
+from inkling_pallas.cache import unpack_cache
 from inkling_pallas.cache_cases import before_write
 from inkling_pallas.cases import Case, build, part_of, sequence_alone
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.relative import merge_partials
 from inkling_pallas.shearing import shear
 from inkling_pallas.testing import baseline_rel_attention, error_limit, lse_errors, row_errors
+from inkling_pallas.write import write_kv
 
 # A check that a dropped bias would pass by less than this many limits is repeated with a spike in the bias.
 MIN_MARGIN = 5.0

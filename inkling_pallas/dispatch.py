@@ -11,7 +11,7 @@ from typing import Any
 import jax.core
 
 from inkling_pallas.errors import refuse
-from inkling_pallas.problem import Operands, Problem
+from inkling_pallas.problem import Problem
 from inkling_pallas.splits import default_device, device_capability
 
 BACKENDS = ("portable", "hopper")
@@ -64,15 +64,8 @@ def choose(problem: Problem, backend: str, config: Any) -> Choice:
       ValueError: for an unknown backend, or a config that is not of the chosen backend.
       NotImplementedError: where the named backend, or each one for "auto", lacks this problem.
     """
-    if backend != "auto" and backend not in BACKENDS:
-        raise refuse(
-            "backend",
-            f"be 'auto' or one of {', '.join(map(repr, BACKENDS))}",
-            repr(backend),
-            "'auto' takes the fastest that can.",
-        )
     passed_over = []
-    for name in _candidates(backend):
+    for name in _candidates(known_backend(backend)):
         module = load_backend(name)
         reason = module.unsupported(problem) or _wrong_config(module, config, name, backend)
         if reason is None and backend == "auto":
@@ -84,6 +77,14 @@ def choose(problem: Problem, backend: str, config: Any) -> Choice:
     raise NotImplementedError(f"No backend takes this call. {reasons}")
 
 
+def known_backend(backend: str) -> str:
+    """Returns the name of a backend or "auto"; raises ValueError for any other."""
+    if backend != "auto" and backend not in BACKENDS:
+        rule = f"be 'auto' or one of {', '.join(map(repr, BACKENDS))}"
+        raise refuse("backend", rule, repr(backend), "'auto' takes the fastest that can.")
+    return backend
+
+
 def _proven(problem: Problem) -> None:
     """Stands for the `unproven` of a backend that has run all it takes on a device."""
 
@@ -91,8 +92,12 @@ def _proven(problem: Problem) -> None:
 def _candidates(backend: str) -> tuple[str, ...]:
     if backend != "auto":
         return (backend,)
-    major = (device_capability() or (0, 0))[0]
-    return (*_KERNELS_BY_CAPABILITY.get(major, ()), "portable")
+    return (*kernels_of(default_device()), "portable")
+
+
+def kernels_of(device: Any) -> tuple[str, ...]:
+    """Returns the backends that are for a device alone, fastest first."""
+    return _KERNELS_BY_CAPABILITY.get((device_capability(device) or (0, 0))[0], ())
 
 
 def machine_backends() -> tuple[str, ...]:
@@ -110,19 +115,19 @@ def _wrong_config(module: ModuleType, config: Any, name: str, backend: str) -> s
     raise refuse("config", expected, type(config).__name__, "None lets the backend choose.")
 
 
-def require_device(choice: Choice, operands: Operands, interpret: bool) -> None:
+def require_device(backend: str, array: Any, interpret: bool) -> None:
     """Raises NotImplementedError where a kernel is to run now on a device that it is not for.
 
     Nothing is known of the device inside a traced call: that may be compiled for a card that is elsewhere.
     """
-    if choice.backend == "portable" or interpret or isinstance(operands.q, jax.core.Tracer):
+    if backend == "portable" or interpret or isinstance(array, jax.core.Tracer):
         return
-    (device, *_) = operands.q.devices()
-    capability = device_capability(device)
-    if choice.backend not in _KERNELS_BY_CAPABILITY.get((capability or (0, 0))[0], ()):
+    (device, *_) = array.devices()
+    if backend not in kernels_of(device):
+        capability = device_capability(device)
         what = device.device_kind if capability is None else f"{device.device_kind}, compute capability {capability}"
         advice = "Use backend='auto', or interpret=True to run it in the Pallas interpreter."
-        raise NotImplementedError(f"backend {choice.backend!r} must run on its own GPUs; got {what}. {advice}")
+        raise NotImplementedError(f"backend {backend!r} must run on its own GPUs; got {what}. {advice}")
 
 
 def warn_on_fallback(choice: Choice) -> None:

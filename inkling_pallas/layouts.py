@@ -103,11 +103,20 @@ def write_tokens(
       offset: int32[n] in [0, block_size).
       k: keys.
       v: values.
+
+    Numerics:
+      No two tokens should have the same page and offset, also outside the pool; see `write_kv`.
     """
     # The arrays are indexed in the shape that they have: reshaped and back, with one kv head, XLA copies all of them.
     tokens = (jnp.squeeze(token, _TOKEN_AXIS[layout]) for token in join(layout, k[:, None], v[:, None]))
-    index = _at(layout, page, offset)
-    return tuple(array.at[index].set(token, mode="drop") for array, token in zip(arrays, tokens, strict=True))
+    index = (page, offset)
+    if layout == "packed":  # each head has its own index, so that what an index names lies in one piece
+        index = (page[:, None], jnp.arange(arrays[0].shape[HEAD_AXIS[layout]])[None], offset[:, None])
+    # Without the promise XLA writes 16-bit elements by compare-and-swap, one by one.
+    return tuple(
+        array.at[index].set(token, mode="drop", unique_indices=True)
+        for array, token in zip(arrays, tokens, strict=True)
+    )
 
 
 def _in_chunks(layout: str, array: jax.Array, chunk: int) -> jax.Array:

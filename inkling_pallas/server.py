@@ -11,9 +11,10 @@ import numpy as np
 
 from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.batch import Batch, make_batch
-from inkling_pallas.cache import PagedKVCache, write_kv
+from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.relative import log_scaling, relative_logits
 from inkling_pallas.trace import Request
+from inkling_pallas.write import write_kv
 
 _D_REL = 16
 

@@ -13,12 +13,13 @@ from inkling_pallas import synthetic
 from inkling_pallas.attention import inkling_rel_attention, plan_batch
 from inkling_pallas.batch import Batch, make_batch
 from inkling_pallas.buckets import Buckets
-from inkling_pallas.cache import PagedKVCache, write_kv
+from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.page_pool import PagePool
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.scheduler import Rows
 from inkling_pallas.server import Layer
 from inkling_pallas.testing import baseline_rel_attention, error_limit, row_errors
+from inkling_pallas.write import write_kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from inkling_pallas.attention import inkling_rel_attention
-from inkling_pallas.cache import PagedKVCache, write_kv
+from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.context import ContextShards
 from inkling_pallas.errors import float_dtype, refuse, static_bool, static_int
 from inkling_pallas.layouts import HEAD_AXIS
 from inkling_pallas.sheared import ALIGNMENT, ShearedLogits
+from inkling_pallas.write import write_kv
 
 _BY_SHARD = ("block_table", "cache_seqlens", "kv_offset")
 _REPLICATED = ("block_table", "cache_seqlens", "cu_seqlens_q", "kv_offset", "total_seqlens")

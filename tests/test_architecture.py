@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # A module imports from later layers only, so the modules of one layer never import each other.
 LAYERS = (
     ("__main__",),
-    ("benchmark", "check_command", "context_benchmark", "demo", "report", "serve_sim"),
+    ("benchmark", "check_command", "context_benchmark", "demo", "report", "serve_sim", "write_benchmark"),
     ("measurement_plots",),
     ("measurements",),
     ("sheared_benchmark",),
@@ -30,7 +30,7 @@ LAYERS = (
     ("sharding",),
     ("context",),
     ("attention",),
-    ("call",),
+    ("call", "write"),
     ("dispatch",),
     ("warm",),
     ("batch",),
@@ -73,7 +73,7 @@ LAYERS = (
     ("problem",),
     ("cache", "sheared"),
     ("layouts", "page_pool"),
-    ("console", "errors", "trace"),
+    ("console", "errors", "exporting", "trace"),
 )
 LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in modules}
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}

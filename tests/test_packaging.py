@@ -55,7 +55,7 @@ def test_version_is_told_once():
 
 def test_import_needs_no_extra():
     """Every module imports with the packages of the extras hidden: they may be asked for only where they are used."""
-    hidden = ["chex", "hypothesis", "jax_triton", "matplotlib", "pytest", "rich", "triton"]
+    hidden = ["chex", "flatbuffers", "hypothesis", "jax_triton", "matplotlib", "pytest", "rich", "torch", "triton"]
     program = f"""
 import importlib, pkgutil, sys
 sys.modules.update(dict.fromkeys({hidden}))

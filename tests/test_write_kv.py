@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from writes import aliased_outputs, written_by_hand
 
 import inkling_pallas as ip
 from inkling_pallas import layouts
@@ -31,16 +32,6 @@ def random_cache(layout: str, pool: tuple[int, ...], rng: np.random.Generator) -
     """Returns a cache of random numbers, so that a write to a wrong place shows."""
     keys, values = rng.standard_normal((2, *pool), np.float32)
     return ip.PagedKVCache.separate(jnp.asarray(keys), jnp.asarray(values)).copy_to(layout)
-
-
-def written_by_hand(cache: ip.PagedKVCache, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> list[np.ndarray]:
-    """Returns (keys, values) after the writes, one token after the other."""
-    keys, values = (np.array(array) for array in cache.copy_to("separate").arrays)
-    for token, slot in enumerate(slots.tolist()):
-        if 0 <= slot < cache.num_blocks * cache.block_size:
-            page, offset = divmod(slot, cache.block_size)
-            keys[page, offset], values[page, offset] = k[token], v[token]
-    return [keys, values]
 
 
 def check_write(write: Callable[..., Any], layout: str, pool: tuple[int, ...], slots: Any, seed: int = 0) -> None:
@@ -82,12 +73,6 @@ def test_a_repeated_slot_holds_one_of_its_tokens_and_harms_no_other(layout):
     assert (keys[1, 2] == 3).all()
     assert (values[1, 2] == -3).all()
     assert int(jnp.count_nonzero(keys)) == 2 * 8
-
-
-def aliased_outputs(compiled: Any) -> int:
-    """Returns how many results of a compiled module use the buffer of an argument."""
-    header = compiled.as_text().splitlines()[0]
-    return len(re.findall(r"\{[\d, ]*\}: \(\d+", header.partition("input_output_alias=")[2].partition(" entry_")[0]))
 
 
 def compiled_write(

@@ -35,6 +35,8 @@ class Config:
     band_slots: int = 2
     bias_first: bool = True
     cluster_size: int = 1
+    overlap: bool = False
+    turns: bool = True
     few_rows: "Config | None" = None
 
 
@@ -59,6 +61,8 @@ def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> Ro
         bias_first=config.bias_first,
         cluster_size=config.cluster_size,
         cluster_axis="rank" if config.cluster_size > 1 else None,
+        overlap=config.overlap,
+        turns=config.turns,
         interpret=interpret,
     )
 

@@ -4,6 +4,7 @@ In the WGMMA layout of 64 rows a thread has two rows, 8 apart, and of each block
 elements; the four lanes of a quad share a row.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,6 +151,13 @@ def _shuffle_xor(value: Any, mask: int) -> Any:
 def fence_async_proxy() -> None:
     """Orders a thread's generic accesses of shared memory before later ones of the copy engine."""
     llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "~{memory}", has_side_effects=True)
+
+
+def stay_before(x: Any) -> None:
+    """Branches on x < 0, which must not be: ptxas moves no arithmetic that x needs below that, and no wait above it."""
+    code = "{ .reg .pred p, q; setp.lt.f32 p, $0, 0f00000000; vote.sync.any.pred q, p, -1; @q trap; }"
+    sum_of_rows = functools.reduce(arith.addf, _per_row(x))
+    llvm.inline_asm(None, [sum_of_rows], code, "f,~{memory}", has_side_effects=True)
 
 
 def named_barrier(barrier: Any, *, action: str) -> None:

@@ -15,7 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import band, epilogue, pages, prefill_buffers, prefill_tiles, schedule, softmax, worklist
+from inkling_pallas.kernels import (
+    band,
+    epilogue,
+    pages,
+    prefill_buffers,
+    prefill_overlap,
+    prefill_tiles,
+    schedule,
+    softmax,
+    worklist,
+)
 from inkling_pallas.kernels.prefill_buffers import Barriers, Gmem, Smem
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
@@ -165,7 +175,8 @@ def _compute(
 
     def attend(tile: Tile, counts: Counts) -> None:
         work = prefill_tiles.Work(tile, counts, worklist.rows_of(tile, place.rank, warpgroup, tiling), warpgroup)
-        state = prefill_tiles.attend_tile(smem, bars, work, tiling)
+        walk = prefill_overlap.attend_tile if tiling.overlap else prefill_tiles.attend_tile
+        state = walk(smem, bars, work, tiling)
         _write_rows(out, lse, state, work.rows, tiling)
 
     worklist.for_each_tile(gmem.items, place.cluster, tiling, attend)

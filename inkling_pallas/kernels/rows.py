@@ -90,6 +90,48 @@ def add_product(
     return run((_PLGPU.ACC.init(acc), other))
 
 
+def both_products(
+    x: jax.Array,
+    keys: Any,
+    acc: jax.Array,
+    weights: jax.Array,
+    values: Any,
+    *,
+    issued: Callable[[], None],
+    absorb: Callable[[jax.Array], Any],
+    interpret: bool,
+) -> tuple[jax.Array, Any]:
+    """Returns acc + weights @ values and absorb(x @ keys.T), which runs while the former product does.
+
+    Args:
+      x: 16-bit[64, head_dim] in the WGMMA layout.
+      keys: [keys, head_dim] in SMEM, a matrix operand.
+      acc: float32[64, head_dim] in the WGMMA layout.
+      weights: 16-bit[64, keys] in the WGMMA layout.
+      values: [keys, head_dim] in SMEM, a matrix operand.
+      issued: runs after both products were issued.
+      absorb: takes float32[64, keys] once they are there; returns register arrays.
+      interpret: use the twin.
+    """
+    if interpret:
+        scores = _product(x, keys, transposed=True)
+        issued()
+        return acc + _product(weights, values, transposed=False), absorb(scores)
+
+    def multiply(scores_ref: Any, acc_ref: Any) -> tuple[jax.Array, Any]:
+        acc_ref[...] = acc
+        plgpu.wgmma(scores_ref, x, keys.T)
+        plgpu.wgmma(acc_ref, weights, values)
+        issued()
+        # Arithmetic on the scores may not rise above the wait for them, nor sink below that for the other product.
+        scores = lax.optimization_barrier(_PLGPU.wgmma_accumulator_load(scores_ref, wait_n=1))
+        absorbed = lax.optimization_barrier(absorb(scores))
+        return acc_ref[...], absorbed
+
+    types = [_PLGPU.ACC(shape, jnp.float32) for shape in ((x.shape[0], keys.shape[0]), acc.shape)]
+    return pl.run_scoped(multiply, *types)
+
+
 def load(ref: Any, rows: int, width: int, *, interpret: bool) -> jax.Array:
     """Returns [64, width] in the WGMMA layout: the beginnings of rows of plain 16-bit SMEM, the last one repeated.
 
@@ -159,6 +201,12 @@ def release_reads(*, interpret: bool) -> None:
         plgpu.commit_smem()
     else:
         call_inline(inline_rows.fence_async_proxy, ())
+
+
+def stay_before(x: jax.Array, *, interpret: bool) -> None:
+    """Keeps what float32[64] x in the reduced WGMMA layout, never negative, needs before what follows."""
+    if not interpret:
+        call_inline(inline_rows.stay_before, (WGMMA_ROWS,), x)
 
 
 def pass_turn(barrier: jax.Array, *, interpret: bool) -> None:

@@ -96,6 +96,8 @@ class RowTiling(Tiling):
     bias_first: bool = (
         True  # the accumulator of the scores starts from the bias; else that is added while they are computed
     )
+    overlap: bool = False  # the softmax of a KV tile runs beside the product with the values of the one before
+    turns: bool = True  # the two warpgroups of a CTA take turns on the tensor core
 
     @property
     def token_block(self) -> int:

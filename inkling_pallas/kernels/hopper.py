@@ -37,6 +37,8 @@ class Config:
     cluster_size: int = 1
     overlap: bool = False
     turns: bool = True
+    constant_offsets: bool = False
+    prefetches_items: bool = False
     few_rows: "Config | None" = None
 
 
@@ -63,6 +65,8 @@ def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> Ro
         cluster_axis="rank" if config.cluster_size > 1 else None,
         overlap=config.overlap,
         turns=config.turns,
+        constant_offsets=config.constant_offsets,
+        prefetches_items=config.prefetches_items,
         interpret=interpret,
     )
 

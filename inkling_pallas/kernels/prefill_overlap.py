@@ -70,10 +70,7 @@ def _first_step(
     def without() -> jax.Array:
         return _finish_scores(smem, bars, scores, work, bands.first, tiling)
 
-    if windowed:
-        scores = with_bias()
-    else:
-        scores = lax.cond(bands.first >= bands.biased, with_bias, without)
+    scores = with_bias() if windowed else lax.cond(bands.first >= bands.biased, with_bias, without)
     scores = prefill_tiles.mask(scores, work.rows, bands.first, windowed, True, tiling)
     nothing = mosaic.full((ROWS,), -jnp.inf, jnp.float32, mosaic.WGMMA_ROWS)
     top, _, weights = softmax.weigh_rows(nothing, scores)
@@ -116,6 +113,7 @@ def _step(
 
     def absorb(scores: jax.Array) -> tuple[jax.Array, ...]:
         plgpu.barrier_arrive(bars.k_free.at[stage])
+        rows.stay_before(state.weight, interpret=tiling.interpret)  # The copies wait for K to be free.
         scores = _finish_scores(smem, bars, scores, work, t, tiling, biased=biased)
         scores = prefill_tiles.mask(scores, work.rows, t, left, right, tiling)
         top, decay, weights = softmax.weigh_rows(state.top_log2, scores)

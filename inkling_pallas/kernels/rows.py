@@ -148,7 +148,9 @@ def load(ref: Any, rows: int, width: int, *, interpret: bool) -> jax.Array:
     return call_inline(code, (PLAIN,), ref, result=result_type((64, width), ref.dtype, WGMMA))
 
 
-def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool) -> jax.Array:
+def gather_descending(
+    ref: Any, starts: jax.Array, keys: int, *, interpret: bool, constant_offsets: bool = False
+) -> jax.Array:
     """Returns [64, keys] in the WGMMA layout with element (r, k) at flat position starts[r] - k of plain SMEM.
 
     Args:
@@ -156,12 +158,13 @@ def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool
       starts: int32[64] in the reduced WGMMA layout.
       keys: a multiple of 8.
       interpret: use the twin.
+      constant_offsets: from one address a row, else an address an element.
     """
     shape = (starts.shape[0], keys)
     if interpret:
         key = lax.broadcasted_iota(jnp.int32, shape, 1)
         return ref[...].reshape(-1)[lax.broadcast_in_dim(starts, shape, (0,)) - key]
-    code = functools.partial(inline_rows.gather_descending, shape=shape)
+    code = functools.partial(inline_rows.gather_descending, shape=shape, constant_offsets=constant_offsets)
     return call_inline(code, (PLAIN, WGMMA_ROWS), ref, starts, result=result_type(shape, ref.dtype, WGMMA))
 
 
@@ -201,6 +204,12 @@ def release_reads(*, interpret: bool) -> None:
         plgpu.commit_smem()
     else:
         call_inline(inline_rows.fence_async_proxy, ())
+
+
+def prefetch(ref: Any, row: jax.Array, *, interpret: bool) -> None:
+    """Fetches a row of an int32 array in global memory, 128 bytes at most, into the cache."""
+    if not interpret:
+        call_inline(inline_rows.prefetch, (PLAIN, SCALAR), ref, row)
 
 
 def stay_before(x: jax.Array, *, interpret: bool) -> None:

@@ -1,4 +1,4 @@
-"""`python -m inkling_pallas COMMAND`: demo, check, bench, serve-sim, bench-context."""
+"""`python -m inkling_pallas COMMAND`: demo, check, bench, report, serve-sim, bench-context."""
 
 import importlib
 import sys
@@ -8,6 +8,7 @@ _COMMANDS = {
     "demo": "a serving step on request lengths of a trace, checked against the oracle",
     "check": "every backend of this machine on the cases that it must pass",
     "bench": "time named cases against ceilings and peers",
+    "report": "write README's tables and plots from the results of bench",
     "bench-context": "time a decode whose keys are cut over several devices, against one device",
     "serve-sim": "continuous batching over the requests of a trace, checked against the oracle",
 }
@@ -15,6 +16,7 @@ _MODULES = {
     "demo": "demo",
     "check": "check_command",
     "bench": "benchmark",
+    "report": "report",
     "bench-context": "context_benchmark",
     "serve-sim": "serve_sim",
 }

@@ -12,7 +12,7 @@ from inkling_pallas.call import BatchPlan, check_call, planned_problem
 from inkling_pallas.contents import check_batch_contents
 from inkling_pallas.dispatch import Choice, Explanation, choose, load_backend, require_device, warn_on_fallback
 from inkling_pallas.errors import refuse
-from inkling_pallas.problem import Lengths, Operands, Problem, Sequences, safe_sequences
+from inkling_pallas.problem import Lengths, Operands, Problem
 from inkling_pallas.splits import default_device, device_capability
 
 
@@ -152,10 +152,8 @@ def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Ba
     call = check_call(_bound(q, key_cache, value_cache, {"softmax_scale": 1.0, "rel_logits": None, **arguments}))
     if arguments.get("backend", "auto") == "auto":
         warn_on_fallback(call.choice)
-    sequences, work = _jitted_plan(call.problem, call.choice, call.lengths)
     return BatchPlan(
-        sequences=sequences,
-        work=work,
+        work=_jitted_plan(call.problem, call.choice, call.interpret, call.lengths),
         problem=planned_problem(call.problem),
         backend=call.choice.backend,
         config=call.choice.config,
@@ -224,14 +222,13 @@ def _bound(q: Any, key_cache: Any, value_cache: Any, arguments: dict[str, Any]) 
     return bound.arguments
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _jitted_plan(problem: Problem, choice: Choice, lengths: Lengths) -> tuple[Sequences, Any]:
-    """Returns (sequences, work): what depends on lengths alone."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _jitted_plan(problem: Problem, choice: Choice, interpret: bool, lengths: Lengths) -> Any:
+    """Returns what depends on lengths alone."""
+    if problem.is_empty:
+        return ()
     with jax.named_scope("inkling_plan_batch"):
-        sequences = safe_sequences(problem, lengths)
-        return sequences, () if problem.is_empty else load_backend(choice.backend).plan(
-            problem, choice.config, sequences
-        )
+        return load_backend(choice.backend).plan(problem, choice.config, lengths, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(0,))
@@ -245,12 +242,10 @@ def _jitted_operator(
         rows = (problem.num_tokens, problem.num_heads)
         lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
         return jnp.zeros((*rows, problem.head_dim), problem.out_dtype), lse
-    if plan is None:
-        sequences, work = _jitted_plan(problem, Choice(backend=backend, config=config), lengths)
-    else:
-        sequences, work = plan.sequences, plan.work
+    choice = Choice(backend=backend, config=config)
+    work = _jitted_plan(problem, choice, interpret, lengths) if plan is None else plan.work
     with jax.named_scope(f"inkling_rel_attention_{backend}"):
-        return load_backend(backend).attend(problem, config, operands, sequences, work, interpret)
+        return load_backend(backend).attend(problem, config, operands, work, interpret)
 
 
 @jax.custom_jvp

@@ -11,18 +11,15 @@ import jax.numpy as jnp
 from inkling_pallas.cache import unpack_cache
 from inkling_pallas.dispatch import Choice, choose
 from inkling_pallas.errors import refuse, static_bool
-from inkling_pallas.problem import Lengths, Operands, Problem, Sequences, make_problem
+from inkling_pallas.problem import Lengths, Operands, Problem, make_problem
 from inkling_pallas.splits import bucket_max_seqlen_q
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sequences", "work"], meta_fields=["problem", "backend", "config"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["work"], meta_fields=["problem", "backend", "config"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """What the layers of one kind share in a step, a pytree; made by `plan_batch`, opaque to the caller."""
 
-    sequences: Sequences
     work: Any
     problem: Problem
     backend: str

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.cases import Case
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.testing import baseline_rel_attention, error_limit, row_errors
 from inkling_pallas.workloads import visible_keys
 
 JUDGED_TOKENS = 512
+_NO_BIAS_EXTENT = 8
 _TILES = (64, 128, 256, 512)
 # NumPy's matrix products use all cores by themselves, and many callers at once slow each other down.
 _CORES_PER_WORKER = 4
@@ -55,18 +57,32 @@ class Judge:
                 parts = min(len(rows), -(-2 * workers * len(rows) // max(1, len(self.tokens))))
                 futures += [pool.submit(_compute, call, part) for part in np.array_split(rows, max(1, parts))]
             expected, baseline = zip(*(future.result() for future in futures), strict=True)
+        self._arguments = arguments
+        self._without_bias: jax.Array | None = None
         self._expected = np.concatenate(expected)
         self._limit = error_limit(row_errors(np.concatenate(baseline), self._expected), case.dtype)
 
     def __call__(self, result: jax.Array) -> Verdict:
         """Returns the verdict on a result [num_tokens, num_heads, head_dim]; its other rows must be finite."""
-        worst = float(row_errors(result[self.tokens], self._expected).max(initial=0.0))
+        return self._verdict(result, self._expected, self._limit)
+
+    def without_bias(self, result: jax.Array) -> Verdict:
+        """Returns the verdict on a result without bias, against portable, whose own error doubles the limit."""
+        if self._without_bias is None:
+            rows = self._arguments["rel_logits"].shape[:2]
+            zeros = jnp.zeros((*rows, _NO_BIAS_EXTENT), self._arguments["rel_logits"].dtype)
+            call = dict(self._arguments, rel_logits=zeros, rel_extent=_NO_BIAS_EXTENT)
+            self._without_bias = inkling_rel_attention(**call, backend="portable")[self.tokens]  # pyright: ignore
+        return self._verdict(result, self._without_bias, 2 * self._limit)
+
+    def _verdict(self, result: jax.Array, expected: Any, limit: float) -> Verdict:
+        worst = float(row_errors(result[self.tokens], expected).max(initial=0.0))
         reason = None
-        if not worst <= self._limit:
-            reason = f"row error {worst:.3g} is over the limit {self._limit:.3g}"
+        if not worst <= limit:
+            reason = f"row error {worst:.3g} is over the limit {limit:.3g}"
         elif not bool(jnp.isfinite(result).all()):
             reason = "a row outside the judged tokens is not finite"
-        return Verdict(row_error=worst, limit=self._limit, reason=reason)
+        return Verdict(row_error=worst, limit=limit, reason=reason)
 
 
 def judged_tokens(case: Case, seed: int = 0) -> np.ndarray:

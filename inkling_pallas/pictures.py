@@ -37,7 +37,7 @@ def plot_bias_table(call: Mapping[str, Any], *, token: int | None = None) -> Any
     Raises:
       ImportError: without matplotlib.
     """
-    with _figure(8, 3.2) as figure:
+    with new_figure(8, 3.2) as figure:
         draw_bias_table(figure.add_subplot(), call, _token(call, token))
     return figure
 
@@ -53,7 +53,7 @@ def plot_row_weights(call: Mapping[str, Any], *, token: int | None = None, head:
     Raises:
       ImportError: without matplotlib.
     """
-    with _figure(8, 3.2) as figure:
+    with new_figure(8, 3.2) as figure:
         draw_row_weights(figure.add_subplot(), call, _token(call, token), head)
     return figure
 
@@ -67,7 +67,7 @@ def plot_pages(call: Mapping[str, Any]) -> Any:
     Raises:
       ImportError: without matplotlib.
     """
-    with _figure(8, 3.2) as figure:
+    with new_figure(8, 3.2) as figure:
         draw_pages(figure.add_subplot(), call)
     return figure
 
@@ -82,7 +82,7 @@ def plot_bands(call: Mapping[str, Any], *, sequence: int | None = None) -> Any:
     Raises:
       ImportError: without matplotlib.
     """
-    with _figure(8, 3.6) as figure:
+    with new_figure(8, 3.6) as figure:
         chosen = (
             data.sequence_with_row(call, _token(call, None)) if sequence is None else data.sequence_of(call, sequence)
         )
@@ -102,7 +102,7 @@ def plot_overview(call: Mapping[str, Any], *, token: int | None = None, head: in
       ImportError: without matplotlib.
     """
     token = _token(call, token)
-    with _figure(13, 8) as figure:
+    with new_figure(13, 8) as figure:
         axes = figure.subplots(2, 2, width_ratios=(1.15, 1))
         draw_bias_table(axes[0, 0], call, token)
         draw_row_weights(axes[1, 0], call, token, head)
@@ -162,13 +162,41 @@ def example_call() -> dict[str, Any]:
     }
 
 
+def move_pages(call: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Returns a call with the pages of its cache in another order, and a block table that follows: the same call.
+
+    Args:
+      call: the arguments of `inkling_rel_attention`, with a cache of separate keys and values.
+      seed: of the order.
+    """
+    num_blocks = data.pool_of(call)[0]
+    order = np.random.default_rng(seed).permutation(num_blocks)
+    place = np.argsort(order).astype(np.int32)
+    table = np.asarray(call["block_table"])
+    moved = place[np.clip(table, 0, num_blocks - 1)]
+    cache = PagedKVCache.separate(*(np.asarray(pages)[order] for pages in call["key_cache"].arrays))
+    return dict(call) | {"key_cache": cache, "block_table": np.where(table < 0, table, moved)}
+
+
 def _token(call: Mapping[str, Any], token: int | None) -> int:
     return data.default_token(call) if token is None else token
 
 
 @contextlib.contextmanager
-def _figure(width: float, height: float) -> Iterator[Any]:
-    """Yields an empty Figure in the style of the pictures, which knows how to show itself in a notebook."""
+def new_figure(
+    width: float, height: float, *, style: Mapping[str, Any] | None = None, paper: str = "white"
+) -> Iterator[Any]:
+    """Yields an empty Figure in the style of the pictures, which knows how to show itself in a notebook.
+
+    Args:
+      width: inches.
+      height: inches.
+      style: matplotlib settings that come on top.
+      paper: colour behind the axes.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -181,5 +209,5 @@ def _figure(width: float, height: float) -> Iterator[Any]:
             self.savefig(file, format="png", dpi=110)
             return file.getvalue()
 
-    with rc_context(_STYLE):
-        yield Picture(figsize=(width, height), layout="constrained", facecolor="white")
+    with rc_context(_STYLE | dict(style or {})):
+        yield Picture(figsize=(width, height), layout="constrained", facecolor=paper)

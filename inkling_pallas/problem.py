@@ -1,7 +1,7 @@
 """Static facts of a call, the check of every input, and lengths made safe for addressing.
 
 Shapes and Python arguments are checked at trace time and become a `Problem`, the static part of the jit key. Arrays
-whose contents are known only on the device are made safe by `safe_sequences`; `contents.check_batch_contents` says on
+whose contents are known only on the device are made safe by `sequences`; `contents.check_batch_contents` says on
 the host what is wrong with them.
 """
 
@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from inkling_pallas.errors import FLOAT_DTYPES, describe, float_dtype, refuse, require_array, static_bool, static_int
 from inkling_pallas.layouts import AXES, HEAD_AXIS, CacheDims, cache_dims
@@ -212,27 +210,3 @@ def _require_lengths(lengths: Lengths, batch_size: int) -> None:
         array = getattr(lengths, name)
         if array is not None:
             require_array(name, array, (batch_size,), "int32", "One value per row of block_table, or None.")
-
-
-def safe_sequences(problem: Problem, lengths: Lengths) -> Sequences:
-    """Returns per-sequence facts that stay in bounds for any contents of the length arrays.
-
-    A sequence whose row offsets decrease or leave [0, num_tokens] has no rows; where two sequences claim a row, the
-    earlier one has it. Rows past max_seqlen_q are dropped. Positions count from the end of a sequence, so clipping its
-    first rows moves no other row.
-    """
-    start, end = lengths.cu_seqlens_q[:-1], lengths.cu_seqlens_q[1:]
-    valid = (start >= 0) & (start <= end) & (end <= problem.num_tokens)
-    end = jnp.where(valid, end, 0)
-    claimed = jnp.concatenate([jnp.zeros((1,), jnp.int32), lax.cummax(end)[:-1]])
-    start = jnp.where(valid, jnp.maximum(start, claimed), 0)
-    q_len = jnp.maximum(end - start, 0)
-    cached = jnp.clip(lengths.cache_seqlens, 0, LENGTH_LIMIT)
-    offset = jnp.zeros_like(cached) if lengths.kv_offset is None else jnp.clip(lengths.kv_offset, 0, LENGTH_LIMIT)
-    total = offset + cached if lengths.total_seqlens is None else jnp.clip(lengths.total_seqlens, 0, LENGTH_LIMIT)
-    return Sequences(
-        q_start=start,
-        q_len=jnp.minimum(q_len, problem.max_seqlen_q),
-        kv_len=jnp.minimum(cached, problem.max_kv_len),
-        first_pos=total - q_len - offset,
-    )

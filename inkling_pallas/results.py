@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from inkling_pallas.goals import best_without_bias, standings
+
 
 def card_name() -> str:
     """Returns the default device's name as file names have it: 'nvidia-h200', 'cpu'."""
@@ -68,6 +70,42 @@ def table_of(cases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]
     return head, rows
 
 
+def goals_table_of(cases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and the rows of the table of what is asked of cases: a row for each figure."""
+    rows = [[case["name"], str(standing)] for case in cases for standing in standings(case, cases)]
+    return ["case", "figure, and what is asked"], rows
+
+
+def skipped_table_of(cases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and the rows of the table of peers that were not timed: a row for each reason."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for peer, reason in case["skipped"].items():
+            where.setdefault((peer, reason), []).append(case["name"])
+    rows = [[peer, reason, _names(names, len(cases))] for (peer, reason), names in where.items()]
+    return ["peer", "reason", "cases"], rows
+
+
+def _names(names: Sequence[str], total: int) -> str:
+    return "all" if len(names) == total > 1 else ", ".join(names)
+
+
+def comparison_of(
+    first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and the rows of the table of two runs: each case of either, and each peer of either."""
+    runs = [
+        {(case["name"], who): us for case in cases for who, us in {"": case["us"], **case["peers"]}.items()}
+        for cases in (first, second)
+    ]
+    rows = []
+    for name, who in dict.fromkeys([*runs[0], *runs[1]]):
+        before, after = (run.get((name, who)) for run in runs)
+        ratio = f"{after / before:.3f}" if before and after else "-"
+        rows.append([name, who or "inkling_pallas", _number(before), _number(after), ratio])
+    return ["case", "of", "first", "second", "second / first"], rows
+
+
 def verdict_of(case: dict[str, Any]) -> str:
     """Returns a word on a case, and the reason where it was not timed."""
     word = "RED" if case["red"] else "ok" if case["us"] is not None else "not timed"
@@ -75,12 +113,14 @@ def verdict_of(case: dict[str, Any]) -> str:
 
 
 def line_of(case: dict[str, Any]) -> str:
-    """Returns a case in one line."""
+    """Returns a case in one line, with its ratio to the fastest peer that leaves the bias out."""
     if case["us"] is None:
         return f"{case['name']}: {verdict_of(case)}"
     peers = "".join(f", {name} {_number(us)}" for name, us in case["peers"].items())
     floor = f"{case['fraction']:.2f} of the floor {_number(case['floor_us'])}"
-    return f"{case['name']}: {_number(case['us'])} us, {floor}{peers}"
+    best = best_without_bias(case)
+    ratio = "" if best is None else f"; {case['us'] / best[1]:.2f} x {best[0]}"
+    return f"{case['name']}: {_number(case['us'])} us, {floor}{peers}{ratio}"
 
 
 def _number(us: float | None) -> str:

@@ -8,7 +8,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.call import check_call
 from inkling_pallas.kernels import hopper
-from inkling_pallas.problem import safe_sequences
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.testing import assert_rows_close
 
@@ -22,10 +21,9 @@ def attend(arguments: dict[str, Any], config: hopper.Config, **overrides: Any) -
     checked = check_call({**given, "interpret": False, **overrides})
     problem = checked.problem
     assert hopper.unsupported(problem) is None
-    sequences = safe_sequences(problem, checked.lengths)
-    plan = hopper.plan(problem, config, sequences)
     interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    return jax.tree.map(np.asarray, hopper.attend(problem, config, checked.operands, sequences, plan, interpreter))
+    plan = hopper.plan(problem, config, checked.lengths, interpreter)
+    return jax.tree.map(np.asarray, hopper.attend(problem, config, checked.operands, plan, interpreter))
 
 
 def assert_right(results: Any, arguments: dict[str, Any], capfd: Any, limit: float) -> None:

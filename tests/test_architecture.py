@@ -12,10 +12,17 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 # A module imports from later layers only, so the modules of one layer never import each other.
 LAYERS = (
     ("__main__",),
-    ("benchmark", "check_command", "context_benchmark", "demo", "serve_sim"),
+    ("benchmark", "check_command", "context_benchmark", "demo", "report", "serve_sim"),
+    ("measurement_plots",),
+    ("measurements",),
+    ("bench_options", "timed_case"),
     ("ceilings", "check", "contract", "judging", "peers", "serve_options", "serve_report"),
+    ("peer_dense", "peer_libraries", "peer_paged", "peer_workers", "torch_peers"),
+    ("fa4_score_mod", "peer_arrays", "peer_call", "torch_inputs"),
     ("layer_options", "results", "serving", "timing", "workloads"),
-    ("pictures", "scheduler", "server", "synthetic"),
+    ("goals",),
+    ("phase_pictures",),
+    ("phase_data", "pictures", "scheduler", "server", "synthetic"),
     ("picture_parts",),
     ("picture_data",),
     ("__init__",),
@@ -34,6 +41,7 @@ LAYERS = (
     (
         "kernels.combine",
         "kernels.decode",
+        "kernels.listing",
         "kernels.portable_plan",
         "kernels.prefill",
         "kernels.shear",
@@ -47,19 +55,19 @@ LAYERS = (
         "kernels.band",
         "kernels.epilogue",
         "kernels.prefill_buffers",
-        "kernels.worklist",
     ),
+    ("kernels.worklist",),
     ("kernels.schedule", "kernels.softmax"),
-    ("kernels.rows",),
+    ("kernels.rows", "kernels.table"),
     ("kernels.mosaic",),
     ("kernels.inline_rows", "kernels.scan", "kernels.tiling"),
-    ("kernels.inline",),
+    ("kernels.inline", "kernels.scalars"),
     ("catalog",),
     ("cache_cases",),
     ("cases",),
     ("testing",),
     ("reference",),
-    ("contents",),
+    ("contents", "sequences"),
     ("problem",),
     ("cache",),
     ("layouts", "page_pool"),
@@ -69,7 +77,7 @@ LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in 
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 PRIVATE_PREFIXES = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
-PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scan")
+PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scalars", "kernels.scan")
 
 
 def _imported_names(module: str, tree: ast.Module) -> Iterator[str]:

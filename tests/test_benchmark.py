@@ -1,6 +1,8 @@
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +11,21 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from inkling_pallas import benchmark, ceilings, judging, peers, results, timing, workloads
+from inkling_pallas import (
+    bench_options,
+    benchmark,
+    ceilings,
+    goals,
+    judging,
+    peer_arrays,
+    peer_call,
+    peer_libraries,
+    peers,
+    results,
+    timed_case,
+    timing,
+    workloads,
+)
 from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.cases import Case
 from inkling_pallas.ceilings import Ceilings, Read
@@ -272,39 +288,81 @@ def test_rows_that_are_not_judged_must_be_finite():
 def test_xla_dense_computes_the_operator():
     case = dataclasses.replace(TINY, q_lens=(1, 7, 0, 3), kv_lens=(40, 33, 5, 2))
     sets = [workloads.device_inputs(case, seed) for seed in range(2)]
-    call = peers.xla_dense(case, sets)
+    call = peers.PEERS["xla_dense"](case, sets).call
     seen = row_errors(call(3)[:8], reference_rel_attention(**sets[1])[:8])
     assert seen.max() < 8e-3
 
 
-@pytest.mark.parametrize(
-    ("q_lens", "kv_lens"), [((1, 1), (40, 40)), ((1, 1, 1), (40, 33, 12)), ((48,), (48,)), ((33, 48), (33, 48))]
-)
-@pytest.mark.parametrize("window", [(-1, -1), (20, 0)])
-def test_the_peerwithout_the_bias_computes_the_rest(q_lens, kv_lens, window):
+BATCHES = {
+    "one length": ((1, 1), (40, 40)),
+    "lengths": ((1, 1, 1, 1), (40, 33, 12, 70)),
+    "prompt": ((48,), (48,)),
+    "prompts": ((33, 48), (33, 48)),
+    "chunk": ((32,), (80,)),
+    "mixed": ((1, 17, 1, 20), (40, 50, 33, 20)),
+    "verify": ((3, 3), (40, 33)),
+}
+
+
+def check_without_bias(peer: Callable[..., Any], batch: str, window: tuple[int, int]) -> None:
+    """Checks a peer by XLA's implementation of the same function; a form that differs from the formula says so."""
+    q_lens, kv_lens = BATCHES[batch]
     case = dataclasses.replace(TINY, q_lens=q_lens, kv_lens=kv_lens, window_size=window)
     arguments = workloads.device_inputs(case, seed=0)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # jax's own code is not strict
-        result = np.asarray(peers.jax_cudnn_nobias(case, [arguments], implementation="xla")(0))
-    if max(q_lens) == 1:
-        result = result.transpose(0, 2, 1, 3).reshape(-1, 1, case.num_heads, case.head_dim)
-    packed = np.concatenate([rows[:q_len] for rows, q_len in zip(result, q_lens, strict=True)])
-    without = without_the_bias(arguments)
-    assert row_errors(packed, reference_rel_attention(**without)).max() < 8e-3
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # libraries are not strict
+        call, form, rows = peer(case, [arguments], implementation="xla")
+        result = call(0)
+    if rows is None:
+        assert "without a mask" in form or "no mask" in form
+    else:
+        assert row_errors(rows(result), reference_rel_attention(**without_the_bias(arguments))).max() < 8e-3
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("chunk_g_2k_on_30000", "q_len must be kv_len, or 1"),
-        ("skew_g", "most of this batch would be padding"),
-        ("dec_g_b128_4k", "contiguous keys and values would take 2 GB; 0 GB are free for it"),
-    ],
-)
-def test_a_peer_that_cannot_says_why(monkeypatch, name, reason):
-    monkeypatch.setattr(peers, "device_memory", lambda: 10**8)
-    with pytest.raises(peers.PeerSkippedError, match=reason):
-        peers.jax_cudnn_nobias(workloads.WORKLOADS[name], [{}], implementation="xla")
+@pytest.mark.parametrize("window", [(-1, -1), (20, 0)], ids=["global", "window"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_cudnn_without_the_bias_computes_the_rest(batch, window):
+    check_without_bias(peer_libraries.jax_cudnn_nobias, batch, window)
+
+
+def test_calls_for_each_prompt_compute_the_rest():
+    check_without_bias(peer_libraries.jax_cudnn_each_nobias, "prompts", (20, 0))
+    with pytest.raises(peer_call.PeerSkippedError, match="for batches of several prompts; jax_cudnn_nobias does this"):
+        check_without_bias(peer_libraries.jax_cudnn_each_nobias, "chunk", (20, 0))
+
+
+def test_tokamax_without_the_bias_computes_the_rest():
+    pytest.importorskip("tokamax")
+    for window in ((-1, -1), (20, 0)):
+        for batch in BATCHES:
+            check_without_bias(peer_libraries.tokamax_nobias, batch, window)
+        check_without_bias(peer_libraries.tokamax_packed_nobias, "prompts", window)
+
+
+def test_a_peer_without_the_bias_is_judged():
+    arguments = workloads.device_inputs(TINY, seed=0)
+    judge = judging.Judge(TINY, arguments)
+    assert judge.without_bias(attention(arguments)).red is True
+    assert judge.without_bias(attention(without_the_bias(arguments))).red is False
+
+
+def test_parts_hold_every_sequence_once_and_all_keys_that_are_seen():
+    for name in workloads.SUITES["mixed"] + workloads.SUITES["decode"] + ("var8_g", "chunk_l16_2k_on_30000"):
+        case = workloads.WORKLOADS[name]
+        for together in (False, True):
+            parts = peer_arrays.parts_of(case, together=together)
+            assert sorted(b for part in parts for b in part.sequences) == list(range(len(case.q_lens)))
+            facts = [fact for p in parts for fact in zip(p.sequences, p.rows, p.keys, strict=True)]
+            for b, rows, keys in facts:
+                seen = np.array(workloads.visible_keys(case, case.kv_lens[b] - 1 - np.arange(rows), case.kv_lens[b]))
+                assert keys == case.kv_lens[b] - (0 if rows == case.kv_lens[b] else seen[0].min())
+
+
+def test_a_peer_that_needs_too_much_memory_says_so(monkeypatch):
+    monkeypatch.setattr(peer_call, "device_memory", lambda: 10**8)
+    with pytest.raises(peer_call.PeerSkippedError, match="contiguous keys and values would take 2 GB; 0 GB are free"):
+        peer_libraries.jax_cudnn_nobias(
+            workloads.WORKLOADS["dec_g_b128_4k"], [{"softmax_scale": 1.0}], implementation="xla"
+        )
 
 
 def test_results_have_the_schema(bench, capsys):
@@ -317,7 +375,7 @@ def test_results_have_the_schema(bench, capsys):
     assert len(written["meta"]["date"]) == len("2026-11-29T12:00:00+00:00")
     first, second = written["cases"]
     fields = "name backend config timer us us_min us_max calls floor_us fraction bytes flops row_error limit red reason"
-    assert set(first) == {*fields.split(), "compile_s", "peers", "skipped"}
+    assert set(first) == {*fields.split(), "compile_s", "peers", "forms", "skipped"}
     assert (first["name"], second["name"]) == ("cpu_dec_tp8_b2_512", "cpu_chunk_tp8_64_on_448")
     assert first["backend"] == "portable"
     assert 0 < first["us_min"] <= first["us"] <= first["us_max"]
@@ -326,7 +384,8 @@ def test_results_have_the_schema(bench, capsys):
     assert 0 < first["row_error"] <= first["limit"]
     assert first["red"] is False
     assert set(first["peers"]) == {"xla_dense"}
-    assert first["skipped"] == {"jax_cudnn_nobias": "cuDNN needs an NVIDIA GPU"}
+    assert set(first["skipped"]) == set(peers.ALL_PEERS) - {"xla_dense"}
+    assert first["skipped"]["jax_cudnn_nobias"] == "cuDNN needs an NVIDIA GPU"
     assert "cpu_dec_tp8_b2_512" in capsys.readouterr().out
 
 
@@ -334,8 +393,8 @@ def test_a_red_case_is_not_timed(bench, monkeypatch):
     def without_bias(**arguments):
         return attention(without_the_bias(arguments))
 
-    monkeypatch.setattr(benchmark, "inkling_rel_attention", without_bias)
-    monkeypatch.setattr(benchmark, "time_calls", lambda *_: pytest.fail("a red case was timed"))
+    monkeypatch.setattr(timed_case, "inkling_rel_attention", without_bias)
+    monkeypatch.setattr(timed_case, "time_calls", lambda *_: pytest.fail("a red case was timed"))
     status, written = bench("--cases", "cpu_dec_tp8l_b2_1k")
     (case,) = written["cases"]
     assert status == 1
@@ -352,7 +411,7 @@ def test_a_failing_backend_is_told(bench, monkeypatch, error, status, red):
     def fail(**arguments):
         raise error
 
-    monkeypatch.setattr(benchmark, "inkling_rel_attention", fail)
+    monkeypatch.setattr(timed_case, "inkling_rel_attention", fail)
     got, written = bench("--cases", "cpu_dec_tp8_b2_512")
     (case,) = written["cases"]
     assert (got, case["red"], case["us"]) == (status, red, None)
@@ -363,13 +422,20 @@ def test_a_failing_or_wrong_peer_is_told(bench, monkeypatch):
     def fail(case, sets):
         raise MemoryError("no room")
 
-    wrong = lambda case, sets: lambda number: jnp.zeros_like(sets[0]["q"])  # noqa: E731
-    monkeypatch.setattr(benchmark, "PEERS", {"fails": fail, "wrong": wrong, "wrong_nobias": wrong})
+    def wrong(case, sets, rows=lambda result: result):
+        return peer_call.PeerCall(lambda number: jnp.zeros_like(sets[0]["q"]), "zeros", rows)
+
+    other = functools.partial(wrong, rows=None)
+    made = {"fails": fail, "wrong": wrong, "wrong_nobias": wrong, "other_nobias": other}
+    monkeypatch.setattr(benchmark, "PEERS", made)
+    monkeypatch.setattr(bench_options, "ALL_PEERS", tuple(made))
     _, written = bench("--cases", "cpu_dec_tp8_b2_512")
     (case,) = written["cases"]
     assert case["skipped"]["fails"] == "MemoryError: no room"
     assert case["skipped"]["wrong"].startswith("row error 1 is over the limit")
-    assert set(case["peers"]) == {"wrong_nobias"}
+    assert case["skipped"]["wrong_nobias"].startswith("row error 1 is over the limit")
+    assert set(case["peers"]) == {"other_nobias"}
+    assert case["forms"] == {"other_nobias": "zeros"}
 
 
 def test_a_run_cut_short_leaves_what_it_timed(bench, monkeypatch, tmp_path):
@@ -414,11 +480,19 @@ CPU_CASES = ", ".join(workloads.SUITES["cpu"])
         ),
         (
             ["--suite", "cpu", "--peers", "fa4"],
-            "--peers must be among jax_cudnn_nobias, xla_dense; got 'fa4'. Check the spelling.",
+            f"--peers must be among {', '.join(peers.ALL_PEERS)}; got 'fa4'. Check the spelling.",
         ),
         (
             ["--cases", "x"],
-            "the following arguments are required: --suite. See `python -m inkling_pallas bench --help`.",
+            "one of the arguments --suite --compare is required. See `python -m inkling_pallas bench --help`.",
+        ),
+        (
+            ["--suite", "cpu", "--time-limit", "0"],
+            "--time-limit must be a positive number of seconds; got 0.0. Cases past it are skipped.",
+        ),
+        (
+            ["--compare", __file__, "none.json"],
+            "--compare must name two results files; got 'none.json'. There is no such file.",
         ),
         (
             ["--suite", "cpu", "--out", __file__],
@@ -459,6 +533,66 @@ def test_numbers_in_the_table_are_short():
         "p": "12.3",
         "verdict": "ok",
     }
+
+
+def timed(name, us, **facts):
+    return {"name": name, "us": us, "fraction": None, "peers": {}, "skipped": {}} | facts
+
+
+def test_standings_are_against_the_floor_the_best_library_and_siblings():
+    cases = [
+        timed("dec_g_b1_64k", 100.0, fraction=0.885),
+        timed("dec_g_b1_64k_p16", 106.0),
+        timed("pre_g_8k", 110.6, peers={"a_nobias": 120.0, "b_nobias": 100.0, "xla_dense": 9.0}),
+        timed("pre_g_2k", 136.6, peers={"a_nobias": 200.0}),
+        timed("mix_g_31dec8k_1x2k", 1063.0),
+        timed("mix_g_31dec8k", 1000.0),
+        timed("mix_g_1x2k", None),
+        timed("dec_l8_b1_8k", 1.0, fraction=0.1),
+    ]
+    rows = results.goals_table_of(cases)[1]
+    assert rows == [
+        ["dec_g_b1_64k", "0.885 of floor, >= 0.89 MISSED"],
+        ["dec_g_b1_64k_p16", "1.060 x dec_g_b1_64k, <= 1.05 MISSED"],
+        ["pre_g_8k", "1.106 x b_nobias, <= 1.1 MISSED"],
+        ["pre_g_2k", "1.000 x FA4's published 137 us, <= 1.2 met"],
+        ["pre_g_2k", "0.683 x a_nobias, <= 1.2 met"],
+        ["mix_g_31dec8k_1x2k", "1.000 x FA4's published 1,063 us, <= 1 met"],
+    ]
+
+
+def test_every_goal_is_of_a_workload():
+    named = {
+        *goals._FLOOR,
+        *goals._NO_BIAS,
+        *goals._SIBLINGS,
+        *(n for _, names in goals._SIBLINGS.values() for n in names),
+    }
+    assert named <= set(workloads.WORKLOADS)
+
+
+def test_reasons_are_told_once_with_their_cases():
+    cases = [timed("a", 1.0, skipped={"p": "why", "r": "so"}), timed("b", 1.0, skipped={"p": "why"})]
+    assert results.skipped_table_of(cases)[1] == [["p", "why", "all"], ["r", "so", "a"]]
+
+
+def test_two_files_are_compared(tmp_path, capsys):
+    for name, us in {"a": 10.0, "b": 11.0}.items():
+        cases = [timed("c", us, peers={"p": 2.0} if name == "a" else {}), timed("d", None)]
+        meta = {"card": "h", "date": name, "jax": "0"}
+        (tmp_path / name).write_text(json.dumps({"meta": meta, "cases": cases}))
+    assert benchmark.main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = [[word for word in line if word not in "│|"] for line in lines]
+    assert ["c", "inkling_pallas", "10.0", "11.0", "1.100"] in found
+    assert ["c", "p", "2.00", "-", "-"] in found
+
+
+def test_no_case_starts_past_the_time_limit(bench, monkeypatch):
+    monkeypatch.setattr(timed_case, "run_case", lambda *_: pytest.fail("a case was started"))
+    status, written = bench("--time-limit", "1e-9")
+    assert status == 0
+    assert {case["reason"] for case in written["cases"]} == {"not started: the time limit of 1e-09 s was over"}
 
 
 def test_a_timing_is_a_median_with_its_spread():

@@ -11,7 +11,7 @@ import pytest
 
 from inkling_pallas.kernels import hopper
 from inkling_pallas.layouts import CacheDims, array_shape
-from inkling_pallas.problem import Operands, Problem, Sequences
+from inkling_pallas.problem import Lengths, Operands, Problem
 
 pytestmark = pytest.mark.lowering
 
@@ -57,14 +57,18 @@ def lower(problem, device=None):
         rel_logits=shape((p.num_tokens, p.num_heads, p.rel_extent)),
         out=None,
     )
-    sequences = Sequences(*[shape((p.batch_size,), "int32")] * 4)
+    lengths = Lengths(
+        cache_seqlens=shape((p.batch_size,), "int32"),
+        cu_seqlens_q=shape((p.batch_size + 1,), "int32"),
+        kv_offset=None,
+        total_seqlens=None,
+    )
 
-    def attend(operands, sequences):
-        plan = hopper.plan(problem, config, sequences)
-        return hopper.attend(problem, config, operands, sequences, plan, False)
+    def attend(operands, lengths):
+        return hopper.attend(problem, config, operands, hopper.plan(problem, config, lengths), False)
 
     platforms: Any = {} if device is not None else {"lowering_platforms": ("cuda",)}
-    return jax.jit(attend).trace(operands, sequences).lower(**platforms)
+    return jax.jit(attend).trace(operands, lengths).lower(**platforms)
 
 
 LOWERED = {

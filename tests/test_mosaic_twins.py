@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import epilogue, mosaic
@@ -139,23 +140,35 @@ def test_clear_rows_outside(way, rows, columns, live):
     expect(run(body, way, result(rows, columns, dtype=x.dtype), x, scratch=scratch), expected)
 
 
+def _end_of(start, end):
+    return jnp.where(start <= end, end, jnp.zeros_like(end))
+
+
+def _facts_of(start, end, claimed, length):
+    return jnp.maximum(start, claimed), end - start, lax.rem(length, 9), jnp.clip(length, 3, 500), lax.div(length, 7)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("batch", [1, 31, 32, 33, 300])
 def test_scan_table_and_read_word(way, batch):
-    rows = np.random.default_rng(batch).integers(0, 1000, (5, batch)).astype(np.int32)
+    offsets, lengths = (np.random.default_rng(i).integers(0, 1000, batch + 1).astype(np.int32) for i in (0, 1))
 
-    def body(source, out, table):
-        mosaic.scan_table(source, table, batch=batch, interpret=bool(way))
+    def body(offsets, lengths, out, table):
+        rules: Any = {"end_of": _end_of, "facts_of": _facts_of}
+        mosaic.scan_table([offsets, lengths], table, **rules, interpret=bool(way))
         plgpu.commit_smem()
         for row in range(7):
             word = mosaic.read_word(table, row, batch - 1, interpret=bool(way))
             middle = mosaic.read_word(table, row, batch // 2, interpret=bool(way))
             out[row] = word + 3 * middle
 
-    scans = [np.cumsum(rows[4]), np.maximum.accumulate(rows[0] + rows[1]), np.maximum.accumulate(rows[4])]
-    words = np.stack([*rows[:4], *scans])
+    start, end = offsets[:-1], offsets[1:]
+    claimed = np.maximum.accumulate([0, *np.where(start <= end, end, 0)])[:-1].astype(np.int32)
+    *facts, work = (np.asarray(x) for x in _facts_of(start, end, claimed, lengths[:-1]))
+    words = np.stack([*facts, np.cumsum(work), np.maximum.accumulate(facts[0] + facts[1]), np.maximum.accumulate(work)])
     scratch = [plgpu.SMEM((7, batch), jnp.int32)]
-    actual = run(body, way, result(7, dtype=jnp.int32), jnp.asarray(rows), scratch=scratch)
+    arrays = jnp.asarray(offsets), jnp.asarray(lengths[:-1])
+    actual = run(body, way, result(7, dtype=jnp.int32), *arrays, scratch=scratch)
     expect(actual, words[:, -1] + 3 * words[:, batch // 2])
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_pallas.kernels import schedule
+from inkling_pallas.kernels.table import Table
 from inkling_pallas.kernels.tiling import MAX_COLUMNS, Tiling
 from inkling_pallas.problem import Problem, Sequences
 
@@ -41,14 +42,15 @@ def make_tiling(batch, *, max_q=1, group=4, window=None, splits=None, ctas=7, bl
 
 
 def make_table(tiling, q_lens, kv_lens, first_pos=None):
-    """The table of a batch on the host: the plan's five rows, scanned as the kernel scans them."""
+    """The table of a batch on the host, scanned as the kernels scan it."""
     q_lens, kv_lens = (np.array(x, np.int32) for x in (q_lens, kv_lens))
     first = kv_lens - q_lens if first_pos is None else np.array(first_pos, np.int32)
     starts = np.concatenate([[0], np.cumsum(q_lens)[:-1]]).astype(np.int32)
-    rows = np.asarray(schedule.pack_table(tiling, Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, first)))))
-    scanned = [np.cumsum(rows[4]), np.maximum.accumulate(rows[0] + rows[1]), np.maximum.accumulate(rows[4])]
-    words = np.stack([*rows[:4], *scanned]).astype(np.int32)
-    return schedule.Table(lambda row, sequence: jnp.int32(words[row, int(sequence)]))
+    facts, work = schedule.line_length(Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, first))), tiling)
+    facts = [np.asarray(fact) for fact in facts]
+    scanned = [np.cumsum(work), np.maximum.accumulate(facts[0] + facts[1]), np.maximum.accumulate(work)]
+    words = np.stack([*facts, *scanned]).astype(np.int32)
+    return Table(lambda row, sequence: jnp.int32(words[row, int(sequence)]))
 
 
 def all_pieces(table, tiling):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkling_pallas.kernels import worklist
+from inkling_pallas.kernels import listing, worklist
 from inkling_pallas.kernels.tiling import ROWS, WARPGROUPS, RowTiling
-from inkling_pallas.problem import Problem, Sequences
+from inkling_pallas.problem import Lengths, Problem, Sequences
 
 Edges = collections.namedtuple("Edges", worklist.Bands._fields)  # of ints
 Ints = collections.namedtuple("Ints", worklist.Item._fields)
@@ -39,13 +39,16 @@ def make_tiling(batch, *, tokens=64, group=8, window=None, max_q=64, ctas=7, blo
         out_dtype="bfloat16",
         return_lse=False,
     )
-    return RowTiling(problem=problem, block_kv=block_kv, num_stages=2, num_ctas=ctas, band_slots=2, bias_first=False)
+    return RowTiling(
+        problem=problem, block_kv=block_kv, num_stages=2, num_ctas=ctas, band_slots=2, bias_first=False, interpret=True
+    )
 
 
 def make_list(tiling, q_lens, kv_lens):
     q_lens, kv_lens = (np.array(x, np.int32) for x in (q_lens, kv_lens))
     starts = np.concatenate([[0], np.cumsum(q_lens)[:-1]]).astype(np.int32)
-    return worklist.make_worklist(tiling, Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, kv_lens - q_lens))))
+    cu = jnp.asarray(np.concatenate([starts, [q_lens.sum()]]).astype(np.int32))
+    return listing.make_worklist(Lengths(jnp.asarray(kv_lens), cu, None, None), tiling, True)
 
 
 BATCHES = {
@@ -53,6 +56,7 @@ BATCHES = {
     "several": ((17, 1, 30, 16), (17, 900, 40, 16)),
     "empty rows": ((0, 20, 0, 3, 0), (50, 0, 0, 129, 9)),
     "nothing": ((0, 0), (5, 0)),
+    "more than threads": ((700, 1, 900, 640), (701, 300, 4000, 640)),
 }
 
 
@@ -60,10 +64,10 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_items_hold_every_row_once_with_most_keys_first(name, window):
     q_lens, kv_lens = BATCHES[name]
-    tiling = make_tiling(len(q_lens), window=window)
-    items = [Ints(*row) for row in np.asarray(make_list(tiling, q_lens, kv_lens).items).tolist()]
-    total = items[0].total
-    live, starts = items[:total], np.cumsum([0, *q_lens])
+    tiling = make_tiling(len(q_lens), window=window, tokens=max(64, sum(q_lens)), max_q=1024)
+    work = jax.tree.map(np.asarray, make_list(tiling, q_lens, kv_lens))
+    total = work.table[4, -1]
+    live, starts = [Ints(*row[: len(Ints._fields)]) for row in work.items[:total].tolist()], np.cumsum([0, *q_lens])
     rows = sorted(row for item in live for row in range(item.row, item.row + item.tokens))
     assert rows == list(range(sum(q_lens)))
     assert total == sum(-(-q_len // tiling.tile_tokens) for q_len in q_lens)
@@ -71,28 +75,29 @@ def test_items_hold_every_row_once_with_most_keys_first(name, window):
         assert starts[item.sequence] <= item.row
         assert item.row + item.tokens <= starts[item.sequence + 1]
         assert item.first_pos == kv_lens[item.sequence] - q_lens[item.sequence] + item.row - starts[item.sequence]
-    slack = 1 if len(q_lens) == 1 and window is not None else 0  # A lone sequence is only turned around.
+    slack = 0 if window is None else 1  # There, items are ordered by how many tiles they may have.
     assert all(a.tiles + slack >= b.tiles for i, a in enumerate(live) for b in live[i:])
 
 
 @pytest.mark.parametrize("ctas", [1, 4, 7, 40])
 @pytest.mark.parametrize("name", BATCHES)
 def test_ctas_share_the_list_and_count_what_they_did(name, ctas):
-    tiling = make_tiling(len(BATCHES[name][0]), ctas=ctas)
-    items = make_list(tiling, *BATCHES[name]).items
+    q_lens = BATCHES[name][0]
+    tiling = make_tiling(len(q_lens), ctas=ctas, tokens=max(64, sum(q_lens)), max_q=1024)
+    work = make_list(tiling, *BATCHES[name])
     seen = []
     with jax.disable_jit():
         for cta in range(ctas):
             mine = []
             end = worklist.for_each_tile(
-                items, jnp.int32(cta), tiling, lambda tile, n, mine=mine: mine.append((tile, n))
+                work, jnp.int32(cta), tiling, lambda tile, n, mine=mine: mine.append((tile, n))
             )
             kv_tiles = [int(tile.piece.tiles) for tile, _ in mine]
             slots = [int(tile.end - tile.first_biased) + tiling.query_items for tile, _ in mine]
             counts = [tuple(map(int, n)) for _, n in mine] + [tuple(map(int, end))]
             assert counts == [(sum(kv_tiles[:i]), sum(slots[:i]), i) for i in range(len(mine) + 1)]
             seen += [(int(tile.piece.row), int(tile.piece.head)) for tile, _ in mine]
-    assert len(set(seen)) == len(seen) == int(items[0, -1]) * HEADS
+    assert len(set(seen)) == len(seen) == int(work.table[4, -1]) * HEADS
 
 
 @given(
@@ -109,7 +114,7 @@ def test_bands_need_no_mask_and_no_bias_that_they_lack(tokens, kv_len, shift, wi
     tiling = make_tiling(1, group=group, window=window, block_kv=block_kv, extent=extent)
     tokens = min(tokens, tiling.tile_tokens)
     positions = Sequences(*(jnp.array([x], jnp.int32) for x in (0, tokens, kv_len, kv_len - tokens + shift)))
-    item = worklist.Item(*worklist.make_worklist(tiling, positions).items[0])
+    item = listing.item_of(Sequences(*(x[0] for x in positions)), jnp.int32(0), jnp.int32(0), tiling)
     tile = worklist.tile_of(item, jnp.int32(0), tiling)
     for warpgroup in range(WARPGROUPS):
         rows = worklist.rows_of(tile, 0, warpgroup, tiling)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels import mosaic, table
 from inkling_pallas.kernels.tiling import Tiling
+from inkling_pallas.problem import Lengths
 
 
 class Gmem(NamedTuple):
@@ -26,7 +27,7 @@ class Gmem(NamedTuple):
     value: Any
     block_table: Any
     rel_logits: Any
-    table: Any
+    lengths: Lengths
 
 
 class Results(NamedTuple):
@@ -69,7 +70,7 @@ def smem_types(tiling: Tiling) -> Smem:
     dtype, head_dim = jnp.dtype(problem.dtype), problem.head_dim
     block = (tiling.token_block, problem.group)
     return Smem(
-        table=plgpu.SMEM((7, problem.batch_size), jnp.int32),
+        table=table.smem_type(tiling),
         q_rows=plgpu.SMEM((*block, head_dim), dtype),
         q=mosaic.swizzled((tiling.columns, head_dim), dtype),
         weights=mosaic.swizzled((tiling.columns, tiling.block_kv), dtype),

@@ -7,7 +7,6 @@ many units there are.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import epilogue, mosaic, schedule, softmax
-from inkling_pallas.kernels.schedule import Piece, Table
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.table import smem_type
 from inkling_pallas.kernels.tiling import Tiling
+from inkling_pallas.problem import Lengths
 
 # With this many units to merge the card is full even if a CTA takes many rows.
 _MANY_MERGES = 48
@@ -87,7 +88,7 @@ def choose_shape(tiling: Tiling) -> Shape:
 def merge_pieces(
     part_out: jax.Array,
     part_lse: jax.Array,
-    table: jax.Array,
+    lengths: Lengths,
     outputs: tuple[jax.Array, ...],
     tiling: Tiling,
     interpret: Any,
@@ -97,19 +98,21 @@ def merge_pieces(
     Args:
       part_out: float32[slots * rows, head_dim], normalised rows of pieces.
       part_lse: float32[slots * rows, 1], their log-sum-exp in log2 units.
-      table: int32[5, batch].
+      lengths: the caller's.
       outputs: [num_tokens * num_heads, head_dim] and, where wanted, float32[num_tokens * num_heads, 1].
       tiling: that of the attention kernel.
       interpret: as in `plgpu.kernel`.
     """
     shape, problem = choose_shape(tiling), tiling.problem
     across = problem.head_dim // shape.width
-    scratch = [plgpu.SMEM((7, problem.batch_size), jnp.int32)] + [plgpu.SMEM(shape.elements, jnp.float32)] * 3
+    scratch = [smem_type(tiling)] + [plgpu.SMEM(shape.elements, jnp.float32)] * 3
     refs = [jax.new_ref(outputs[0].reshape(-1, shape.width)), *map(jax.new_ref, outputs[1:])]
+    inputs, structure = jax.tree.flatten((part_out.reshape(-1, shape.width), part_lse, lengths))
 
-    def combine_pieces(part_out: Any, part_lse: Any, source: Any, *refs: Any) -> None:
-        written, (table_smem, *exchange) = refs[: -len(scratch)], refs[-len(scratch) :]
-        cut = _find_cut(source, table_smem, shape, tiling)
+    def combine_pieces(*refs: Any) -> None:
+        part_out, part_lse, lengths = jax.tree.unflatten(structure, refs[: len(inputs)])
+        written, (table_smem, *exchange) = refs[len(inputs) : -len(scratch)], refs[-len(scratch) :]
+        cut = _find_cut(lengths, table_smem, shape, tiling)
         block = lax.axis_index("block")
         row = lax.div(block, across) * shape.rows
         live = jnp.minimum(cut.unit.tokens * problem.group - row, shape.rows)
@@ -123,21 +126,16 @@ def merge_pieces(
     blocks = -(-tiling.rows // shape.rows) * across
     grid = {"grid": (blocks, shape.merges), "grid_names": ("block", "merge"), "num_threads": 1}
     merge = mosaic.kernel(combine_pieces, interpret=interpret, out_type=(), scratch_types=scratch, **grid)
-    merge(part_out.reshape(-1, shape.width), part_lse, table, *refs)
+    merge(*inputs, *refs)
     return tuple(jax.freeze(ref).reshape(x.shape) for ref, x in zip(refs, outputs, strict=True))
 
 
-def _find_cut(source: Any, table_smem: Any, shape: Shape, tiling: Tiling) -> Cut:
+def _find_cut(lengths: Lengths, table_smem: Any, shape: Shape, tiling: Tiling) -> Cut:
     """Returns the unit that this CTA row merges, and waits for the attention kernel.
 
     Every CTA must, or this kernel could end first.
     """
-    mosaic.scan_table(source, table_smem, batch=tiling.problem.batch_size, interpret=tiling.interpret)
-    plgpu.commit_smem()
-    table, index = (
-        Table(functools.partial(mosaic.read_word, table_smem, interpret=tiling.interpret)),
-        lax.axis_index("merge"),
-    )
+    table, index = schedule.fill_table(lengths, table_smem, tiling), lax.axis_index("merge")
     line = schedule.make_line(table, tiling)
     if shape.by_unit:
         per_sequence = tiling.problem.num_kv_heads * tiling.token_blocks

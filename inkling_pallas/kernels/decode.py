@@ -5,7 +5,6 @@ columns in steps of 8. One CTA per SM takes an equal share of all KV tiles (`sch
 the warps of its second copy; `buffers` holds their protocol.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import band, epilogue, mosaic, pages, schedule, softmax
 from inkling_pallas.kernels.buffers import Barriers, Gmem, Results, Smem
-from inkling_pallas.kernels.schedule import Piece, Table
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.table import Table, reader
 from inkling_pallas.kernels.tiling import Tiling
 
 
@@ -35,10 +35,9 @@ def _copy(gmem: Gmem, smem: Smem, bars: Barriers, tiling: Tiling) -> None:
 
     Arrives on every *_ready, waits on every *_free.
     """
-    mosaic.scan_table(gmem.table, smem.table, batch=tiling.problem.batch_size, interpret=tiling.interpret)
-    plgpu.commit_smem()
+    table = schedule.fill_table(gmem.lengths, smem.table, tiling)
     plgpu.barrier_arrive(bars.table_ready)
-    table, cta = _table(smem, tiling), lax.axis_index("cta")
+    cta = lax.axis_index("cta")
 
     def copy_keys(slot: jax.Array, piece: Piece, tile: jax.Array) -> None:
         ready = bars.k_ready.at[slot]
@@ -57,10 +56,6 @@ def _copy(gmem: Gmem, smem: Smem, bars: Barriers, tiling: Tiling) -> None:
         pl.when(warp == 0)(lambda: _stream(table, cta, bars.k_free, copy_keys, tiling))
         pl.when(warp == 1)(lambda: _stream(table, cta, bars.v_free, copy_values, tiling))
         pl.when(warp == 2)(lambda: _copy_queries(gmem, smem, bars, table, cta, tiling))
-
-
-def _table(smem: Smem, tiling: Tiling) -> Table:
-    return Table(functools.partial(mosaic.read_word, smem.table, interpret=tiling.interpret))
 
 
 def _stream(
@@ -108,7 +103,7 @@ def _copy_queries(gmem: Gmem, smem: Smem, bars: Barriers, table: Table, cta: jax
 def _compute(results: Results, smem: Smem, bars: Barriers, tiling: Tiling) -> None:
     """Attends the pieces of a CTA and writes them. Waits on every *_ready, arrives on every *_free."""
     plgpu.barrier_wait(bars.table_ready)
-    table, cta = _table(smem, tiling), lax.axis_index("cta")
+    table, cta = reader(smem.table, tiling), lax.axis_index("cta")
 
     def attend_piece(index: jax.Array, done: jax.Array, piece: Piece) -> None:
         del index

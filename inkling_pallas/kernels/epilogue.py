@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from inkling_pallas.kernels import mosaic, rows
-from inkling_pallas.kernels.schedule import Table
+from inkling_pallas.kernels.table import Table
 from inkling_pallas.kernels.tiling import Tiling
 
 RowOf = Callable[[Any], Any]  # row of a tile -> row of the output

@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.kernels import band, buffers, combine, decode, mosaic, pages, prefill_launch, schedule, worklist
+from inkling_pallas.kernels import band, buffers, combine, decode, listing, mosaic, pages, prefill_launch
 from inkling_pallas.kernels.tiling import RowTiling, Tiling
-from inkling_pallas.problem import Operands, Problem, Sequences
+from inkling_pallas.kernels.worklist import Worklist
+from inkling_pallas.problem import Lengths, Operands, Problem
 
 _SMEM_BYTES = 227 * 1024
 _SMEM_ALIGNMENT = 1024
@@ -42,14 +43,14 @@ class Config:
     few_rows: "Config | None" = None
 
 
-def _tiling(problem: Problem, config: Config, interpret: bool = False, clears_rows: bool = True) -> Tiling:
+def _tiling(problem: Problem, config: Config, interpret: bool = False, **more: Any) -> Tiling:
     return Tiling(
         problem=problem,
         block_kv=config.block_kv,
         num_stages=config.num_stages,
         num_ctas=config.num_ctas,
         interpret=interpret,
-        clears_rows=clears_rows,
+        **more,
     )
 
 
@@ -68,6 +69,7 @@ def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> Ro
         constant_offsets=config.constant_offsets,
         prefetches_items=config.prefetches_items,
         interpret=interpret,
+        fewest_rows=1 if config.few_rows is None else _few_rows(problem).max_seqlen_q + 1,
     )
 
 
@@ -103,13 +105,6 @@ def _few_rows(problem: Problem) -> Problem:
     """Returns the problem of those sequences whose rows fit the fewest columns of a product of the decode kernel."""
     tokens = 1 << max(1, _FEWEST_COLUMNS // problem.group).bit_length() - 1
     return dataclasses.replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
-
-
-def _split_batch(problem: Problem, sequences: Sequences) -> tuple[Sequences, Sequences]:
-    """Returns the sequences with few rows and the others; those left out have no rows."""
-    few = sequences.q_len <= _few_rows(problem).max_seqlen_q
-    kept = [jnp.where(keep, sequences.q_len, 0) for keep in (few, ~few)]
-    return sequences._replace(q_len=kept[0]), sequences._replace(q_len=kept[1])
 
 
 def _prefill_candidates(problem: Problem) -> list[Config]:
@@ -186,76 +181,77 @@ def choose_config(problem: Problem) -> Config:
     return _candidates(problem)[0]
 
 
-def plan(problem: Problem, config: Config, sequences: Sequences) -> Any:
-    """Returns what the layers of a step share: int32[5, batch], each sequence's facts and its work.
+class Plan(NamedTuple):
+    """What the layers of a step share: the caller's lengths, of which kernels make a table each, and a list of tiles.
 
-    For the prefill kernel its list of tiles and, if sequences with few rows go elsewhere, that table for those.
+    The decode kernel needs no list.
     """
+
+    lengths: Lengths
+    work: Worklist | None
+
+
+def plan(problem: Problem, config: Config, lengths: Lengths, interpret: Any = False) -> Plan:
+    """Returns the plan of a step."""
     if config.program == "decode":
-        return schedule.pack_table(_tiling(problem, config), sequences)
-    tiling = _row_tiling(problem, config)
-    if config.few_rows is None:
-        return worklist.make_worklist(tiling, sequences), None
-    few, many = _split_batch(problem, sequences)
-    table = schedule.pack_table(_tiling(_few_rows(problem), config.few_rows), few)
-    return worklist.make_worklist(tiling, many, sequences), table
+        return Plan(lengths, None)
+    return Plan(lengths, listing.make_worklist(lengths, _row_tiling(problem, config, bool(interpret)), interpret))
 
 
 def attend(
-    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: Any, interpret: Any
+    problem: Problem, config: Config, operands: Operands, plan: Plan, interpret: Any
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns attention and, if asked for, its log-sum-exp. See `inkling_rel_attention`.
 
     Returns:
       out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
     """
-    del sequences  # They are in the plan.
     shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
     rows = problem.num_tokens * problem.num_heads
     out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
     results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
-    if config.program == "decode":
-        results = _decode(operands, plan, results, _tiling(problem, config, bool(interpret)), interpret)
+    if plan.work is None:
+        results = _decode(operands, plan.lengths, results, _tiling(problem, config, bool(interpret)), interpret)
     else:
-        work, table = plan
         if config.few_rows is not None:
-            tiling = _tiling(_few_rows(problem), config.few_rows, bool(interpret), clears_rows=False)
-            results = _decode(operands, table, results, tiling, interpret)
+            more = {"clears_rows": False, "call_max_seqlen_q": problem.max_seqlen_q}
+            tiling = _tiling(_few_rows(problem), config.few_rows, bool(interpret), **more)
+            results = _decode(operands, plan.lengths, results, tiling, interpret)
         tiling = _row_tiling(problem, config, bool(interpret))
-        results = prefill_launch.attend(operands, work, results, tiling, interpret)
+        results = prefill_launch.attend(operands, plan.work, results, tiling, interpret)
     return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None
 
 
 def _decode(
-    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
+    operands: Operands, lengths: Lengths, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, ...]:
     """Launches the decode kernel and its combine over `initial`, the outputs as rows of one head."""
-    part_out, part_lse, outputs = _attend_pieces(operands, table, initial, tiling, interpret)
+    part_out, part_lse, outputs = _attend_pieces(operands, lengths, initial, tiling, interpret)
     if tiling.whole_units:
         return outputs
-    return combine.merge_pieces(part_out, part_lse, table, outputs, tiling, interpret)
+    return combine.merge_pieces(part_out, part_lse, lengths, outputs, tiling, interpret)
 
 
 def _attend_pieces(
-    operands: Operands, table: jax.Array, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
+    operands: Operands, lengths: Lengths, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Launches the first kernel; returns its partial results and the outputs."""
     parts = tiling.slots * tiling.rows
-    gmem = buffers.Gmem(
+    inputs = buffers.Gmem(
         q=operands.q,
         key=pages.split_pages(operands.cache_arrays[0], tiling),
         value=pages.split_pages(operands.cache_arrays[-1], tiling),
         block_table=operands.block_table,
         rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
-        table=table,
+        lengths=lengths,
     )
+    arrays, structure = jax.tree.flatten(inputs)
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_pieces(*refs: Any, smem: Any, bars: Any) -> None:
-        inputs, (out, *lse), part = refs[: len(buffers.Gmem._fields)], refs[len(buffers.Gmem._fields) : -2], refs[-2:]
-        decode.program(
-            buffers.Gmem(*inputs), buffers.Results(part[0], part[1], out, lse[0] if lse else None), smem, bars, tiling
-        )
+        gmem = jax.tree.unflatten(structure, refs[: len(arrays)])
+        out, *lse, part_out, part_lse = refs[len(arrays) :]
+        decode.program(gmem, buffers.Results(part_out, part_lse, out, lse[0] if lse else None), smem, bars, tiling)
 
     part_out, part_lse = mosaic.kernel(
         attend_pieces,
@@ -268,5 +264,5 @@ def _attend_pieces(
         grid_names=("cta",),
         num_threads=2,
         scratch_types={"smem": buffers.smem_types(tiling), "bars": buffers.barrier_types(tiling)},
-    )(*gmem, *refs)
+    )(*arrays, *refs)
     return part_out, part_lse, tuple(jax.freeze(ref) for ref in refs)

@@ -28,7 +28,8 @@ def gather(ref: Any, rows: Any, columns: Any, *, vectors: Vectors) -> Any:
         lanes = range(math.prod(kind.shape) if vectors == "separate" else 1)
         pointers = [plain_pointer(ref, base, _lane(row, i), _lane(column, i), memref.shape[-1]) for i in lanes]
         registers[index] = _load_vector(kind, pointers, shared=vectors == "shared")
-    return fragmented_array.FragmentedArray(_registers=registers, _layout=rows.layout, _is_signed=None)
+    signed = True if isinstance(memref.element_type, ir.IntegerType) else None
+    return fragmented_array.FragmentedArray(_registers=registers, _layout=rows.layout, _is_signed=signed)
 
 
 def gather_descending(ref: Any, starts: Any, *, shape: tuple[int, int]) -> Any:

@@ -160,11 +160,9 @@ def fence_async_proxy() -> None:
 
 
 def prefetch(ref: Any, row: Any) -> None:
-    """Fetches a row of a plain int32 array in global memory into the cache, at most two lines."""
-    base, pitch = utils.memref_ptr(ref), ir.MemRefType(ref.type).shape[-1]
-    for column in (0, pitch - 1):
-        pointer = plain_pointer(ref, base, row.registers.item(), i32(column), pitch)
-        llvm.inline_asm(None, [pointer], "prefetch.global.L1 [$0];", "l", has_side_effects=True)
+    """Fetches the cache line of a row's first element in global memory."""
+    pointer = plain_pointer(ref, utils.memref_ptr(ref), row.registers.item(), i32(0), ir.MemRefType(ref.type).shape[-1])
+    llvm.inline_asm(None, [pointer], "prefetch.global.L1 [$0];", "l", has_side_effects=True)
 
 
 def stay_before(x: Any) -> None:

@@ -189,19 +189,31 @@ def clear_rows_outside(ref: Any, begin: jax.Array, end: jax.Array, *, interpret:
         call_inline(code, (_SWIZZLED, SCALAR, SCALAR), ref, begin, end)
 
 
-def scan_table(source: Any, table: Any, *, batch: int, interpret: bool) -> None:
-    """Copies int32[5, batch] from GMEM to int32[7, batch] in SMEM and scans its rows inclusively.
+def scan_table(sources: list[Any], table: Any, *, end_of: scan.Rule, facts_of: scan.Rule, interpret: bool) -> None:
+    """Makes int32[7, batch] in SMEM from per-sequence lengths in GMEM.
 
-    Row 4 becomes its running sum; rows 5 and 6 are the running maxima of row 0 + row 1 and of row 4 as it was.
+    Rows 0 to 3 are what `facts_of` returns but for its last, of which row 4 is the running sum; rows 5 and 6 are the
+    running maxima of row 0 + row 1 and of that last one.
+
+    Args:
+      sources: int32[batch + 1] row offsets, then int32[batch] each.
+      table: SMEM.
+      end_of: (row offset, next one) -> where the rows of a sequence end.
+      facts_of: (row offset, next one, largest end of the sequences before, *other lengths) -> five words.
+      interpret: use the twin.
     """
+    batch = table.shape[1]
     if not interpret:
-        call_inline(functools.partial(scan.scan_table, batch=batch), (PLAIN, PLAIN), source, table)
+        code = functools.partial(scan.scan_table, batch=batch, end_of=end_of, facts_of=facts_of)
+        call_inline(code, (PLAIN,) * (len(sources) + 1), *sources, table)
         return
-    for row in range(4):
-        table[row] = source[row]
-    table[4] = jnp.cumsum(source[4], dtype=jnp.int32)
-    table[5] = lax.cummax(source[0] + source[1])
-    table[6] = lax.cummax(source[4])
+    offsets, *others = (source[...] for source in sources)
+    start, end = offsets[:-1], offsets[1:]
+    claimed = jnp.concatenate([jnp.zeros((1,), jnp.int32), lax.cummax(end_of(start, end))[:-1]])
+    *facts, work = facts_of(start, end, claimed, *others)
+    scans = [jnp.cumsum(work, dtype=jnp.int32), lax.cummax(facts[0] + facts[1]), lax.cummax(work)]
+    for row, values in enumerate([*facts, *scans]):
+        table[row] = values
 
 
 def result_type(shape: tuple[int, ...], dtype: Any, layout: Any) -> Any:

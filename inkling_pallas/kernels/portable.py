@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.kernels.portable_plan import Config, Plan, plan
+from inkling_pallas.kernels.portable_plan import Config, Plan, Tiles, plan
 from inkling_pallas.layouts import read_chunks
 from inkling_pallas.problem import Operands, Problem, Sequences
 
@@ -61,7 +61,7 @@ def choose_config(problem: Problem) -> Config:
 
 
 def attend(
-    problem: Problem, config: Config, operands: Operands, sequences: Sequences, plan: Plan, interpret: bool = False
+    problem: Problem, config: Config, operands: Operands, plan: Plan, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the attention of every packed row, and with problem.return_lse its natural-log LSE.
 
@@ -69,8 +69,7 @@ def attend(
       problem: static facts.
       config: tile sizes.
       operands: the caller's arrays.
-      sequences: per-sequence facts, in bounds.
-      plan: the q tiles, from `plan`.
+      plan: safe lengths and the q tiles, from `plan`.
       interpret: must be False; there is no kernel here to interpret.
     """
     if interpret:
@@ -82,13 +81,13 @@ def attend(
     if operands.out is not None:
         out = operands.out.at[:].set(out)  # reads `out`, so that jit can give the result its donated buffer
     lse = jnp.full((problem.num_tokens, problem.num_heads), -jnp.inf, jnp.float32)
-    live_tiles = jnp.sum(plan.rows > 0, dtype=jnp.int32)
+    live_tiles = jnp.sum(plan.tiles.rows > 0, dtype=jnp.int32)
     steps = (live_tiles + (config.tiles_per_step - 1)) // config.tiles_per_step
 
     def step(index: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         start = index * config.tiles_per_step
-        tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, config.tiles_per_step), plan)
-        return _attend_tiles(problem, config, operands, sequences, tiles, results)
+        tiles = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, config.tiles_per_step), plan.tiles)
+        return _attend_tiles(problem, config, operands, plan.sequences, tiles, results)
 
     out, lse = lax.fori_loop(0, steps, step, _varying_like((out, lse), (operands, plan)))
     return out, lse if problem.return_lse else None
@@ -99,7 +98,7 @@ def _attend_tiles(
     config: Config,
     operands: Operands,
     sequences: Sequences,
-    tiles: Plan,
+    tiles: Tiles,
     results: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Computes some q tiles and writes their rows into (out, lse)."""
@@ -176,7 +175,7 @@ def _bias_tile(config: Config, padded: jax.Array, offset: jax.Array) -> jax.Arra
 
 
 def _read_tile(
-    problem: Problem, config: Config, operands: Operands, tiles: Plan, first_key: jax.Array
+    problem: Problem, config: Config, operands: Operands, tiles: Tiles, first_key: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns K and V [t, k, h, d] of one tile per q tile, and which keys are live, bool[t, k].
 

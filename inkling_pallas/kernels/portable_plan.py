@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.problem import Problem, Sequences
+from inkling_pallas.problem import Lengths, Problem, Sequences
+from inkling_pallas.sequences import safe_sequences
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Config:
     tiles_per_step: int
 
 
-class Plan(NamedTuple):
+class Tiles(NamedTuple):
     """The q tiles of a batch, int32[tiles] each, longest first; a tile without rows is last and has `rows` 0."""
 
     sequence: jax.Array
@@ -31,8 +32,21 @@ class Plan(NamedTuple):
     bias_begin: jax.Array  # keys before this have dist >= rel_extent for every row
 
 
-def plan(problem: Problem, config: Config, sequences: Sequences) -> Plan:
-    """Returns the q tiles of the batch, longest first."""
+class Plan(NamedTuple):
+    """What the layers of a step share."""
+
+    sequences: Sequences
+    tiles: Tiles
+
+
+def plan(problem: Problem, config: Config, lengths: Lengths, interpret: bool = False) -> Plan:
+    """Returns the q tiles of the batch, longest first. There is nothing to interpret."""
+    del interpret
+    sequences = safe_sequences(problem, lengths)
+    return Plan(sequences, _list_tiles(problem, config, sequences))
+
+
+def _list_tiles(problem: Problem, config: Config, sequences: Sequences) -> Tiles:
     per_sequence = (sequences.q_len + (config.block_q - 1)) // config.block_q
     ends = jnp.cumsum(per_sequence, dtype=jnp.int32)
     tile = lax.iota(jnp.int32, _num_tiles(problem, config))
@@ -42,7 +56,7 @@ def plan(problem: Problem, config: Config, sequences: Sequences) -> Plan:
     first_row = (tile - (ends - per_sequence)[sequence]) * config.block_q
     rows = jnp.where(live, jnp.clip(sequences.q_len[sequence] - first_row, 0, config.block_q), 0)
     begin, end, bias_begin = _key_range(problem, sequences, sequence, first_row, rows)
-    unsorted = Plan(sequence, first_row, rows, begin, end, bias_begin)
+    unsorted = Tiles(sequence, first_row, rows, begin, end, bias_begin)
     work = jnp.where(rows > 0, end - begin + 1, 0)
     order = jnp.argsort(-work, stable=True).astype(jnp.int32)
     return jax.tree.map(lambda x: x[order], unsorted)

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from inkling_pallas.kernels import (
     band,
     epilogue,
+    mosaic,
     pages,
     prefill_buffers,
     prefill_overlap,
@@ -38,6 +39,7 @@ _COMPUTING, _COPYING = 232, 40
 def program(gmem: Gmem, out: Any, lse: Any, smem: Smem, bars: Barriers, tiling: RowTiling) -> None:
     """The kernel of one CTA."""
     warpgroup, place = lax.axis_index("wg"), _place(tiling)
+    mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _() -> None:
@@ -101,7 +103,7 @@ def _stream_cache(
             _wait_until_free(free, count, stages, stage)
             copy(stage, tile.piece, t)
 
-    total = worklist.for_each_tile(gmem.items, cluster, tiling, copy_tile).kv_tiles
+    total = worklist.for_each_tile(gmem.work, cluster, tiling, copy_tile).kv_tiles
     # The interpreter wants every completion of a barrier to be seen, and a CTA must not end before the others of its
     # cluster have last arrived here.
     if tiling.interpret or tiling.cluster_axis is not None:
@@ -134,7 +136,7 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: R
                 block = smem.band.at[lax.rem(count, slots), w]
                 band.fetch_block(gmem.rel_logits, block, bars.band_ready.at[index], piece, t, tiling)
 
-    total = worklist.for_each_tile(gmem.items, place.cluster, tiling, copy_tile).slots
+    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).slots
     if tiling.interpret:
         for i in range(slots):
             for w in range(WARPGROUPS):
@@ -150,7 +152,7 @@ def _stream_queries(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling
             block = prefill_buffers.query_slot(smem, 0, w)
             _fetch_queries(gmem, block, bars.q_ready.at[w], worklist.rows_of(tile, place.rank, w, tiling), tiling)
 
-    total = worklist.for_each_tile(gmem.items, place.cluster, tiling, copy_tile).tiles
+    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).tiles
     if tiling.interpret:
         for w in range(WARPGROUPS):
             _wait_until_free(bars.q_free, total, 1, jnp.int32(w))
@@ -179,12 +181,12 @@ def _compute(
         state = walk(smem, bars, work, tiling)
         _write_rows(out, lse, state, work.rows, tiling)
 
-    worklist.for_each_tile(gmem.items, place.cluster, tiling, attend)
+    worklist.for_each_tile(gmem.work, place.cluster, tiling, attend)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
         cta = place.cluster * tiling.cluster_size + place.rank
-        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.table), cta, tiling)
+        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.work.table), cta, tiling)
 
 
 def _write_rows(out: Any, lse: Any, state: softmax.RowState, piece: Piece, tiling: RowTiling) -> None:

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
+from inkling_pallas.kernels.worklist import Worklist
 
 
 class Gmem(NamedTuple):
@@ -29,8 +30,7 @@ class Gmem(NamedTuple):
     value: Any
     block_table: Any
     rel_logits: Any
-    items: Any
-    table: Any
+    work: Worklist
 
 
 class Smem(NamedTuple):

@@ -27,14 +27,16 @@ def attend(
         value=pages.split_pages(operands.cache_arrays[-1], tiling),
         block_table=operands.block_table,
         rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
-        items=work.items,
-        table=work.table,
+        work=work,
     )
+    inputs, structure = jax.tree.flatten(gmem)
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_tiles(*refs: Any, smem: Any, bars: Any) -> None:
-        inputs, (out, *lse) = refs[: len(gmem)], refs[len(gmem) :]
-        prefill.program(prefill_buffers.Gmem(*inputs), out, lse[0] if lse else None, smem, bars, tiling)
+        out, *lse = refs[len(inputs) :]
+        prefill.program(
+            jax.tree.unflatten(structure, refs[: len(inputs)]), out, lse[0] if lse else None, smem, bars, tiling
+        )
 
     cluster: dict[str, Any] = {}
     if tiling.cluster_axis is not None:
@@ -49,5 +51,5 @@ def attend(
         num_threads=3,
         scratch_types={"smem": prefill_buffers.smem_types(tiling), "bars": prefill_buffers.barrier_types(tiling)},
         **cluster,
-    )(*gmem, *refs)
+    )(*inputs, *refs)
     return tuple(jax.freeze(ref) for ref in refs)

@@ -207,7 +207,7 @@ def release_reads(*, interpret: bool) -> None:
 
 
 def prefetch(ref: Any, row: jax.Array, *, interpret: bool) -> None:
-    """Fetches a row of an int32 array in global memory, 128 bytes at most, into the cache."""
+    """Fetches the cache line of the first element of a row in global memory."""
     if not interpret:
         call_inline(inline_rows.prefetch, (PLAIN, SCALAR), ref, row)
 

@@ -1,15 +1,18 @@
 """Mosaic code for the table of lengths: the scan at the start of each kernel, and reading a word. On the card only."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+from inkling_pallas.kernels import scalars
 from inkling_pallas.kernels.inline import LANES, i32, plain_pointer
 
 # Keeps the loads of this many groups of 32 sequences in flight.
 _UNROLL = 8
+Rule = Callable[..., Any]  # of int32 scalars, in jnp
 _SCANS = (arith.addi, arith.maxsi, arith.maxsi)
 
 
@@ -21,35 +24,47 @@ def load_word(ref: Any, row: Any, column: Any) -> Any:
     return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
 
 
-def scan_table(source: Any, table: Any, *, batch: int) -> None:
-    """Copies and scans the table as `mosaic.scan_table` says.
+def scan_table(*refs: Any, batch: int, end_of: Rule, facts_of: Rule) -> None:
+    """Makes the table as `mosaic.scan_table` says; refs are the sources and the table.
 
     Every warp does the whole of it, 32 sequences at a time by shuffles.
     """
-    source, table = utils.memref_ptr(source), utils.memref_ptr(table)
+    *sources, table = map(utils.memref_ptr, refs)
     lane = arith.remui(utils.thread_idx(), i32(LANES))
-    carried = [i32(0)] * len(_SCANS)
+    claimed, carried = i32(0), [i32(0)] * len(_SCANS)
     groups = range(0, batch, LANES)
     for first in range(0, len(groups), _UNROLL):
         chunk = groups[first : first + _UNROLL]
-        loaded = [_load_rows(source, arith.addi(lane, i32(start)), batch) for start in chunk]
-        for start, values in zip(chunk, loaded, strict=True):
-            inputs = [values[4], arith.addi(values[0], values[1]), values[4]]
+        loaded = [_load(sources, arith.addi(lane, i32(start)), batch) for start in chunk]
+        for start, (inside, words) in zip(chunk, loaded, strict=True):
+            before, claimed = _largest_before(lane, _if(inside, *scalars.run(end_of, *words[:2])), claimed)
+            *facts, work = scalars.run(facts_of, *words[:2], before, *words[2:])
+            work = _if(inside, work)
+            inputs = [work, arith.addi(facts[0], facts[1]), work]
             scans = [_warp_scan(lane, value, combine) for value, combine in zip(inputs, _SCANS, strict=True)]
             scans = [combine(value, before) for value, combine, before in zip(scans, _SCANS, carried, strict=True)]
             carried = [_last_lane(value) for value in scans]
-            _store_rows(table, arith.addi(lane, i32(start)), batch, [*values[:4], *scans])
+            _store_rows(table, arith.addi(lane, i32(start)), batch, [*facts, *scans])
 
 
-def _load_rows(source: Any, index: Any, batch: int) -> list[Any]:
-    """Returns rows 0..4 of the table at a sequence; work of 0 past the last sequence."""
+def _load(sources: list[Any], index: Any, batch: int) -> tuple[Any, list[Any]]:
+    """Returns whether a sequence is one, and its words: two row offsets, then one of each other source."""
     word = ir.IntegerType.get_signless(32)
     inside = arith.cmpi(arith.CmpIPredicate.ult, index, i32(batch))
     safe = arith.minui(index, i32(batch - 1))
-    values = [
-        llvm.load(word, utils.getelementptr(source, [arith.addi(safe, i32(row * batch))], word)) for row in range(5)
-    ]
-    return [*values[:4], arith.select(inside, values[4], i32(0))]
+    places = [(sources[0], safe), (sources[0], arith.addi(safe, i32(1))), *((source, safe) for source in sources[1:])]
+    return inside, [llvm.load(word, utils.getelementptr(source, [place], word)) for source, place in places]
+
+
+def _if(condition: Any, value: Any) -> Any:
+    return arith.select(condition, value, i32(0))
+
+
+def _largest_before(lane: Any, value: Any, carried: Any) -> tuple[Any, Any]:
+    """Returns the largest value of the lanes below, or carried, and that of all lanes."""
+    largest = arith.maxsi(_warp_scan(lane, value, arith.maxsi), carried)
+    is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(0))
+    return arith.select(is_first, carried, _shuffle("up", largest, "1, 0")), _last_lane(largest)
 
 
 def _store_rows(table: Any, index: Any, batch: int, values: list[Any]) -> None:

@@ -8,6 +8,7 @@ is cut into several pieces needs the combine kernel.
 Everything here is plain arithmetic on int32 scalars or arrays, on a device or on the host.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,22 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.kernels import table
+from inkling_pallas.kernels.table import Table, keep_taken
 from inkling_pallas.kernels.tiling import Tiling
-from inkling_pallas.problem import Sequences
-
-
-class Table(NamedTuple):
-    """Per-sequence facts as rows of one int32[7, batch] in SMEM.
-
-    Rows 0 to 3 are `Sequences`, row 4 the line of one kv head up to and with a sequence, row 5 the largest end of
-    packed rows so far, row 6 the longest part of the line so far.
-    """
-
-    read: Callable[[int, Any], jax.Array]  # (row, sequence) -> int32
-
-    def at(self, row: int, sequence: Any) -> jax.Array:
-        """Returns one word."""
-        return self.read(row, sequence)
+from inkling_pallas.problem import Lengths, Sequences
 
 
 class Line(NamedTuple):
@@ -101,22 +90,18 @@ def first_biased_tile(first_pos: jax.Array, *, block_kv: int, rel_extent: int) -
     return lax.div(jnp.maximum(first_pos - rel_extent + 1, 0), block_kv)
 
 
-def pack_table(tiling: Tiling, sequences: Sequences) -> jax.Array:
-    """Returns int32[5, batch].
+def line_length(sequence: Sequences, tiling: Tiling) -> tuple[Sequences, jax.Array]:
+    """Returns a sequence with the rows that this kernel attends, and how long it is on the line of one kv head."""
+    kept = sequence._replace(q_len=keep_taken(sequence, tiling))
+    window_left = tiling.problem.window_left
+    _, tiles = tile_range(kept.kv_len, kept.q_len, kept.first_pos, block_kv=tiling.block_kv, window_left=window_left)
+    blocks = lax.div(kept.q_len + (tiling.token_block - 1), tiling.token_block)
+    return kept, blocks if tiling.whole_units else blocks * tiles
 
-    The four facts of `Sequences` and the length of each sequence on the line of one kv head.
-    """
-    problem = tiling.problem
-    _, tiles = tile_range(
-        sequences.kv_len,
-        sequences.q_len,
-        sequences.first_pos,
-        block_kv=tiling.block_kv,
-        window_left=problem.window_left,
-    )
-    blocks = lax.div(sequences.q_len + (tiling.token_block - 1), tiling.token_block)
-    work = blocks if tiling.whole_units else blocks * tiles
-    return jnp.stack([*sequences, work])
+
+def fill_table(lengths: Lengths, table_smem: Any, tiling: Tiling) -> Table:
+    """Makes the table of a decode kernel: the work of a sequence is its length on the line of one kv head."""
+    return table.fill(lengths, table_smem, functools.partial(line_length, tiling=tiling), tiling)
 
 
 def make_line(table: Table, tiling: Tiling) -> Line:

@@ -23,6 +23,14 @@ class Tiling:
     interpret: bool = False
     cluster_axis: str | None = None  # along which K and V are copied for several CTAs at once
     clears_rows: bool = True  # the rows of no sequence; else another kernel of the call does
+    fewest_rows: int = 1  # of a sequence; those with fewer are another kernel's
+    call_max_seqlen_q: int | None = None  # of the call, where sequences with more rows are another kernel's
+
+    @property
+    def whole_problem(self) -> Problem:
+        """The problem of the call."""
+        longest = self.call_max_seqlen_q or self.problem.max_seqlen_q
+        return dataclasses.replace(self.problem, max_seqlen_q=longest)
 
     @property
     def token_block(self) -> int:

@@ -1,4 +1,4 @@
-"""Which tiles of query rows a CTA of the prefill kernel attends: a list made on the device, and its bands.
+"""Which tiles of query rows a CTA of the prefill kernel attends: a list that `listing` makes, and its bands.
 
 An *item* of the list is `tile_tokens` rows of one sequence; each kv head attends it as one tile. Items are counted
 from the lengths that the arrays hold, so that a `max_seqlen_q` past them costs nothing, and those with most keys come
@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from inkling_pallas.kernels import rows, schedule
-from inkling_pallas.kernels.schedule import Piece, Table
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.table import Table
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
-from inkling_pallas.problem import Sequences
 
 
 class Worklist(NamedTuple):
     """What the layers of a step share."""
 
-    items: Any  # int32[max_items, len(Item._fields)]
-    table: Any  # int32[6, batch], rows 0 to 5 of `schedule.Table`; row 4 is unused
+    items: Any  # int32[>= max_items, ITEM_WORDS]; those past the last are undefined
+    table: Any  # int32[7, batch], see `table.Table`; the work of a sequence is its items
 
 
 class Item(NamedTuple):
@@ -36,9 +36,11 @@ class Item(NamedTuple):
     first_pos: jax.Array
     first_tile: jax.Array
     tiles: jax.Array
-    live_begin: jax.Array  # of a V tile the rows before it and from live_end on are cleared
-    live_end: jax.Array
-    total: jax.Array  # live items of the list
+    clean_begin: jax.Array  # keys outside may come from memory that holds anything
+    clean_end: jax.Array
+
+
+ITEM_WORDS = 16  # between items: an item is in one sector of 64 bytes
 
 
 class Tile(NamedTuple):
@@ -47,8 +49,8 @@ class Tile(NamedTuple):
     piece: Piece
     first_biased: jax.Array  # KV tile from which on bias blocks are copied
     end: jax.Array  # KV tile after the last
-    live_begin: jax.Array
-    live_end: jax.Array
+    clean_begin: jax.Array
+    clean_end: jax.Array
 
 
 class Counts(NamedTuple):
@@ -72,66 +74,12 @@ class Bands(NamedTuple):
     end: jax.Array
 
 
-def make_worklist(tiling: RowTiling, sequences: Sequences, all_sequences: Sequences | None = None) -> Worklist:
-    """Returns the list for some sequences of a batch; the others have a q_len of 0 there, but not in all_sequences."""
-    blocks = lax.div(sequences.q_len + (tiling.tile_tokens - 1), tiling.tile_tokens)
-    ends = jnp.cumsum(blocks, dtype=jnp.int32)
-    index = jnp.arange(tiling.max_items, dtype=jnp.int32)
-    items = _items_at(index, blocks, ends, tiling, sequences)
-    if tiling.problem.batch_size == 1:  # Its last rows have most keys; under a window, but for a tile at its edges.
-        order = jnp.clip(ends[-1] - 1 - index, 0, tiling.max_items - 1)
-    else:
-        order = jnp.argsort(jnp.where(index < ends[-1], -items.tiles, 1), stable=True)
-    owners = sequences if all_sequences is None else all_sequences
-    stop = lax.cummax(owners.q_start + owners.q_len)
-    return Worklist(jnp.stack(items, axis=1)[order], jnp.stack([*owners, blocks, stop]))
-
-
-def _items_at(index: jax.Array, blocks: jax.Array, ends: jax.Array, tiling: RowTiling, sequences: Sequences) -> Item:
-    """Returns items in the order of their rows; those past the last have no tokens."""
-    problem = tiling.problem
-    sequence = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(sequence, problem.batch_size - 1)
-    start, q_len, kv_len, first_pos = (x[sequence] for x in sequences)
-    skipped = (index - (ends - blocks)[sequence]) * tiling.tile_tokens
-    tokens = jnp.clip(q_len - skipped, 0, tiling.tile_tokens)
-    live_begin, live_end = _clean_keys(kv_len, q_len, tokens, first_pos, skipped, tiling)
-    first_tile, tiles = schedule.tile_range(
-        kv_len, tokens, first_pos + skipped, block_kv=tiling.block_kv, window_left=problem.window_left
-    )
-    return Item(
-        sequence=sequence,
-        row=start + skipped,
-        tokens=tokens,
-        kv_len=kv_len,
-        first_pos=first_pos + skipped,
-        first_tile=first_tile,
-        tiles=tiles,
-        live_begin=live_begin,
-        live_end=live_end,
-        total=jnp.broadcast_to(ends[-1], index.shape),
-    )
-
-
-def _clean_keys(
-    kv_len: jax.Array, q_len: jax.Array, tokens: jax.Array, first_pos: jax.Array, skipped: jax.Array, tiling: RowTiling
-) -> tuple[jax.Array, jax.Array]:
-    """Returns [begin, end) of the keys of an item that come from finite memory.
-
-    All that rows of the sequence see do. But chunks that the item needs none of are copies of its first or last, and
-    where those are one chunk, it may hold the keys at an end of the sequence, and dead ones past them.
-    """
-    window_left = tiling.problem.window_left
-    begin, end = schedule.live_keys(kv_len, q_len, first_pos, window_left=window_left)
-    first, stop = schedule.live_keys(kv_len, tokens, first_pos + skipped, window_left=window_left)
-    alone = lax.div(first, tiling.chunk) >= lax.div(jnp.maximum(stop, 1) - 1, tiling.chunk)
-    return jnp.where(alone, first, begin), jnp.where(alone, stop, end)
-
-
-def for_each_tile(items: Any, cluster: jax.Array, tiling: RowTiling, body: Callable[[Tile, Counts], None]) -> Counts:
+def for_each_tile(
+    work: Worklist, cluster: jax.Array, tiling: RowTiling, body: Callable[[Tile, Counts], None]
+) -> Counts:
     """Calls body(tile, counts) for each tile of a cluster and returns the counts after the last."""
     heads, clusters = tiling.problem.num_kv_heads, tiling.num_clusters
-    total = items[0, Item._fields.index("total")] * heads
+    total = table_of(work.table).at(4, tiling.problem.batch_size - 1) * heads
 
     def place_of(turn: jax.Array) -> jax.Array:
         return turn * clusters + jnp.where(lax.rem(turn, 2) == 0, cluster, clusters - 1 - cluster)
@@ -142,10 +90,10 @@ def for_each_tile(items: Any, cluster: jax.Array, tiling: RowTiling, body: Calla
 
     def attend(place: jax.Array, counts: Counts) -> Counts:
         row = lax.div(place, heads)
-        tile = tile_of(Item(*(items[row, i] for i in range(len(Item._fields)))), lax.rem(place, heads), tiling)
+        tile = tile_of(Item(*(work.items[row, i] for i in range(len(Item._fields)))), lax.rem(place, heads), tiling)
         if tiling.prefetches_items:
             following = lax.div(place_of(counts.tiles + 1), heads)
-            rows.prefetch(items, jnp.minimum(following, tiling.max_items - 1), interpret=tiling.interpret)
+            rows.prefetch(work.items, jnp.minimum(following, tiling.max_items - 1), interpret=tiling.interpret)
         body(tile, counts)
         return Counts(
             kv_tiles=counts.kv_tiles + tile.piece.tiles,
@@ -174,7 +122,7 @@ def tile_of(item: Item, head: jax.Array, tiling: RowTiling) -> Tile:
         base=zero,
     )
     end = item.first_tile + item.tiles
-    return Tile(piece, _first_biased(piece, end, tiling), end, item.live_begin, item.live_end)
+    return Tile(piece, _first_biased(piece, end, tiling), end, item.clean_begin, item.clean_end)
 
 
 def _first_biased(piece: Piece, end: jax.Array, tiling: RowTiling) -> jax.Array:

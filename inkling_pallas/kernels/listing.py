@@ -1,0 +1,186 @@
+"""The kernel that makes the prefill kernel's list of tiles from the caller's lengths, a thread an item.
+
+An item's place is the number of items that come before it: of each sequence it is known without looking at its items,
+since later rows never see fewer keys. So nothing is sorted, and every CTA makes its own part of the list.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from inkling_pallas.kernels import mosaic, schedule, table
+from inkling_pallas.kernels.table import Table, keep_taken
+from inkling_pallas.kernels.tiling import RowTiling
+from inkling_pallas.kernels.worklist import ITEM_WORDS, Item, Worklist
+from inkling_pallas.problem import Lengths, Sequences
+
+_THREADS = mosaic.THREADS
+_LAYOUT = mosaic.strided((_THREADS,))
+
+
+def make_worklist(lengths: Lengths, tiling: RowTiling, interpret: Any) -> Worklist:
+    """Returns the list for a batch: sequences of other kernels have no items, but their rows in the table."""
+    sources, structure = jax.tree.flatten(lengths)
+    batch, blocks = tiling.problem.batch_size, -(-tiling.max_items // _THREADS)
+
+    def list_items(*refs: Any) -> None:
+        mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
+        mosaic.let_next_kernel_launch(interpret=tiling.interpret)
+        *given, items, table_gmem, table_smem = refs
+        words = table.fill(jax.tree.unflatten(structure, given), table_smem, _count_items_of(tiling), tiling)
+        block = lax.axis_index("block")
+        _write_items(items, words, table_smem, block, tiling)
+        pl.when(block == 0)(lambda: _copy_table(table_gmem, table_smem, tiling))
+
+    return Worklist(
+        *mosaic.kernel(
+            list_items,
+            interpret=interpret,
+            out_type=[
+                jax.ShapeDtypeStruct((blocks * _THREADS, ITEM_WORDS), jnp.int32),
+                jax.ShapeDtypeStruct((table.ROWS, batch), jnp.int32),
+            ],
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=1,
+            scratch_types=[table.smem_type(tiling)],
+        )(*sources)
+    )
+
+
+def _count_items_of(tiling: RowTiling) -> table.Work:
+    def count_items(sequence: Sequences) -> tuple[Sequences, jax.Array]:
+        rows = keep_taken(sequence, tiling)
+        return sequence, lax.div(rows + (tiling.tile_tokens - 1), tiling.tile_tokens)
+
+    return count_items
+
+
+def _write_items(items: Any, words: Table, table_smem: Any, block: jax.Array, tiling: RowTiling) -> None:
+    """Writes the items that this CTA's threads have to their places."""
+    index = block * _THREADS + mosaic.iota((_THREADS,), 0, _LAYOUT)
+    sequence = _find_sequence(table_smem, index, tiling)
+    before = jnp.where(sequence == 0, 0, _gather(table_smem, 4, jnp.maximum(sequence - 1, 0), tiling))
+    facts = Sequences(*(_gather(table_smem, row, sequence, tiling) for row in range(4)))
+    item = item_of(facts, sequence, index - before, tiling)
+    place = _place_of(words, facts, item, index - before, tiling)
+    place = jnp.where(index < words.at(4, tiling.problem.batch_size - 1), place, -1)
+    for column, word in enumerate(item):
+        _scatter(items, place, jnp.full_like(place, column), word, tiling)
+
+
+def _find_sequence(table_smem: Any, index: jax.Array, tiling: RowTiling) -> jax.Array:
+    """Returns the sequence that an item is of, by bisection; the last one for an index past the end."""
+    batch, found = tiling.problem.batch_size, jnp.zeros_like(index)
+    for bit in reversed(range((batch - 1).bit_length())):
+        candidate = found + (1 << bit)
+        before = _gather(table_smem, 4, jnp.minimum(candidate, batch) - 1, tiling)
+        found = jnp.where((candidate < batch) & (before <= index), candidate, found)
+    return found
+
+
+def item_of(facts: Sequences, sequence: jax.Array, block: jax.Array, tiling: RowTiling) -> Item:
+    """Returns block `block` of the rows of a sequence as an item, element by element."""
+    window_left = tiling.problem.window_left
+    start, q_len, kv_len, first_pos = facts
+    skipped = block * tiling.tile_tokens
+    tokens = jnp.clip(q_len - skipped, 0, tiling.tile_tokens)
+    first_tile, tiles = schedule.tile_range(
+        kv_len, tokens, first_pos + skipped, block_kv=tiling.block_kv, window_left=window_left
+    )
+    clean_begin, clean_end = _clean_keys(kv_len, q_len, tokens, first_pos, skipped, tiling)
+    return Item(
+        sequence=sequence,
+        row=start + skipped,
+        tokens=tokens,
+        kv_len=kv_len,
+        first_pos=first_pos + skipped,
+        first_tile=first_tile,
+        tiles=tiles,
+        clean_begin=clean_begin,
+        clean_end=clean_end,
+    )
+
+
+def _clean_keys(
+    kv_len: jax.Array, q_len: jax.Array, tokens: jax.Array, first_pos: jax.Array, skipped: jax.Array, tiling: RowTiling
+) -> tuple[jax.Array, jax.Array]:
+    """Returns [begin, end) of the keys of an item that come from finite memory.
+
+    All that rows of the sequence see do. But chunks that the item needs none of are copies of its first or last, and
+    where those are one chunk, it may hold the keys at an end of the sequence, and dead ones past them.
+    """
+    window_left = tiling.problem.window_left
+    begin, end = schedule.live_keys(kv_len, q_len, first_pos, window_left=window_left)
+    first, stop = schedule.live_keys(kv_len, tokens, first_pos + skipped, window_left=window_left)
+    alone = lax.div(first, tiling.chunk) >= lax.div(jnp.maximum(stop, 1) - 1, tiling.chunk)
+    return jnp.where(alone, first, begin), jnp.where(alone, stop, end)
+
+
+def _longest(tiling: RowTiling) -> int | None:
+    """Returns how many KV tiles an item may have under a window; there, all items past the first few have as many."""
+    window_left = tiling.problem.window_left
+    return None if window_left is None else (window_left + tiling.tile_tokens) // tiling.block_kv + 1
+
+
+def _length_of(item: Item, tiling: RowTiling) -> jax.Array:
+    """Returns what the list is sorted by: KV tiles from key 0 on, as far as the window reaches."""
+    length, longest = item.first_tile + item.tiles, _longest(tiling)
+    return length if longest is None else jnp.minimum(length, longest)
+
+
+def _place_of(words: Table, facts: Sequences, item: Item, block: jax.Array, tiling: RowTiling) -> jax.Array:
+    """Returns how many items come before one: longer ones, and as long ones of the rows before."""
+    length = _length_of(item, tiling)
+
+    def add(other: jax.Array, place: jax.Array) -> jax.Array:
+        others = Sequences(*(words.at(row, other) for row in range(4)))
+        blocks = words.at(4, other) - jnp.where(other == 0, 0, words.at(4, jnp.maximum(other - 1, 0)))
+        at_most = jnp.where(other < item.sequence, length - 1, length)
+        return place + blocks - _count_up_to(at_most, others, blocks, tiling)
+
+    shorter = _count_up_to(length - 1, facts, block, tiling)
+    return lax.fori_loop(0, tiling.problem.batch_size, add, block - shorter)
+
+
+def _count_up_to(length: jax.Array, facts: Sequences, blocks: jax.Array, tiling: RowTiling) -> jax.Array:
+    """Returns how many of the first `blocks` items of a sequence are at most so long."""
+    keys, longest = length * tiling.block_kv, _longest(tiling)
+    fitting = lax.div(jnp.maximum(keys - facts.first_pos, 0), jnp.full_like(keys, tiling.tile_tokens))
+    all_fit = (facts.kv_len <= keys) | (facts.first_pos + facts.q_len <= keys)
+    if longest is not None:
+        all_fit = all_fit | (length >= longest)
+    return jnp.where(length > 0, jnp.where(all_fit, blocks, jnp.minimum(fitting, blocks)), 0)
+
+
+def _copy_table(table_gmem: Any, table_smem: Any, tiling: RowTiling) -> None:
+    """Copies the table out, for the prefill kernel to read."""
+    batch = tiling.problem.batch_size
+
+    @pl.loop(0, -(-batch // _THREADS))
+    def _(group: jax.Array) -> None:
+        column = group * _THREADS + mosaic.iota((_THREADS,), 0, _LAYOUT)
+        for row in range(table.ROWS):
+            word = _gather(table_smem, row, jnp.minimum(column, batch - 1), tiling)
+            _scatter(table_gmem, jnp.where(column < batch, row, -1), column, word, tiling)
+
+
+def _gather(ref: Any, row: int, columns: jax.Array, tiling: RowTiling) -> jax.Array:
+    rows = jnp.full_like(columns, row)
+    return mosaic.gather(ref, rows, columns, layout=_LAYOUT, interpret=tiling.interpret)
+
+
+def _scatter(ref: Any, rows: jax.Array, columns: jax.Array, words: jax.Array, tiling: RowTiling) -> None:
+    """Writes ref[rows, columns] = words, skipping negative rows."""
+    if not tiling.interpret:
+        mosaic.scatter(ref, rows, columns, words, layout=_LAYOUT)
+        return
+
+    @pl.loop(0, _THREADS)
+    def _(i: jax.Array) -> None:
+        @pl.when(rows[i] >= 0)
+        def _() -> None:
+            ref[rows[i], columns[i]] = words[i]

@@ -1,0 +1,60 @@
+"""Lengths made safe for addressing, whatever the caller's arrays hold.
+
+`safe_end` and `safe_sequence` are arithmetic on single int32 elements: kernels run them as they are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inkling_pallas.problem import LENGTH_LIMIT, Lengths, Problem, Sequences
+
+
+class Rows(NamedTuple):
+    """First row of a sequence and of the next one, as the caller gave them. int32."""
+
+    start: jax.Array
+    end: jax.Array
+
+
+def safe_end(problem: Problem, rows: Rows) -> jax.Array:
+    """Returns where the rows of a sequence end, 0 if it has none, before those that others claim are taken off."""
+    start, end = rows
+    return jnp.where((start >= 0) & (start <= end) & (end <= problem.num_tokens), end, jnp.zeros_like(end))
+
+
+def safe_sequence(problem: Problem, rows: Rows, claimed: jax.Array, lengths: Lengths) -> Sequences:
+    """Returns the safe facts of a sequence, element by element.
+
+    Args:
+      problem: static facts.
+      rows: its row offsets.
+      claimed: the largest safe end of the sequences before it.
+      lengths: its other lengths; `cu_seqlens_q` is not read.
+    """
+    end = safe_end(problem, rows)
+    start = jnp.where(end > 0, jnp.maximum(rows.start, claimed), jnp.zeros_like(end))
+    q_len = jnp.maximum(end - start, 0)
+    cached = jnp.clip(lengths.cache_seqlens, 0, LENGTH_LIMIT)
+    offset = jnp.zeros_like(cached) if lengths.kv_offset is None else jnp.clip(lengths.kv_offset, 0, LENGTH_LIMIT)
+    total = offset + cached if lengths.total_seqlens is None else jnp.clip(lengths.total_seqlens, 0, LENGTH_LIMIT)
+    return Sequences(
+        q_start=start,
+        q_len=jnp.minimum(q_len, problem.max_seqlen_q),
+        kv_len=jnp.minimum(cached, problem.max_kv_len),
+        first_pos=total - q_len - offset,
+    )
+
+
+def safe_sequences(problem: Problem, lengths: Lengths) -> Sequences:
+    """Returns per-sequence facts that stay in bounds for any contents of the length arrays.
+
+    A sequence whose row offsets decrease or leave [0, num_tokens] has no rows; where two sequences claim a row, the
+    earlier one has it. Rows past max_seqlen_q are dropped. Positions count from the end of a sequence, so clipping its
+    first rows moves no other row.
+    """
+    rows = Rows(lengths.cu_seqlens_q[:-1], lengths.cu_seqlens_q[1:])
+    claimed = jnp.concatenate([jnp.zeros((1,), jnp.int32), lax.cummax(safe_end(problem, rows))[:-1]])
+    return safe_sequence(problem, rows, claimed, lengths)

@@ -149,5 +149,5 @@ def test_overlapped_products_compile_without_spills_and_stay_asynchronous(name, 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     lower(problem, absent_card.device()).compile()
     report = "".join(capfd.readouterr())
-    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
     assert "serialized" not in report

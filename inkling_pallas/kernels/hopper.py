@@ -27,6 +27,10 @@ class Config:
     The prefill kernel also has a number of bias blocks in flight, may start the scores from their bias, and runs in
     clusters of `cluster_size` CTAs that fetch keys for each other. It leaves sequences with few rows to a decode kernel
     of config `few_rows`, if there is one.
+
+    Of the prefill kernel, too, and off by default: `overlap` issues the scores of a KV tile with the values of the one
+    before and runs its softmax beside them; `constant_offsets` reads a bias row from one address;
+    `prefetches_items` fetches the next tile's item early. Without `turns` the warpgroups issue products at any time.
     """
 
     block_kv: int

@@ -10,6 +10,8 @@ from inkling_pallas.dispatch import Explanation, PortableFallbackWarning
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.relative import log_scaling, merge_partials, relative_logits
 from inkling_pallas.sharding import AttentionMesh
+from inkling_pallas.sheared import ShearedLogits
+from inkling_pallas.shearing import shear, sheared_relative_logits
 from inkling_pallas.splits import bucket_max_seqlen_q, inkling_num_splits
 from inkling_pallas.warm import warmup
 
@@ -24,6 +26,7 @@ __all__ = [
     "Explanation",
     "PagedKVCache",
     "PortableFallbackWarning",
+    "ShearedLogits",
     "Variant",
     "__version__",
     "bucket_max_seqlen_q",
@@ -38,6 +41,8 @@ __all__ = [
     "plan_batch",
     "reference_rel_attention",
     "relative_logits",
+    "shear",
+    "sheared_relative_logits",
     "take_pages",
     "warmup",
     "write_kv",

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.call import BatchPlan, check_call, planned_problem
-from inkling_pallas.contents import check_batch_contents
+from inkling_pallas.contents import check_batch_contents, check_shifts
 from inkling_pallas.dispatch import Choice, Explanation, choose, load_backend, require_device, warn_on_fallback
 from inkling_pallas.errors import refuse
 from inkling_pallas.problem import Lengths, Operands, Problem
+from inkling_pallas.sheared import ShearedLogits
 from inkling_pallas.splits import default_device, device_capability
 
 
@@ -38,7 +39,7 @@ def inkling_rel_attention(
     causal: bool,
     window_size: tuple[int, int],
     rel_extent: int,
-    rel_logits: jax.Array,
+    rel_logits: jax.Array | ShearedLogits,
     kv_offset: jax.Array | None = None,
     total_seqlens: jax.Array | None = None,
     plan: BatchPlan | None = None,
@@ -73,7 +74,7 @@ def inkling_rel_attention(
       causal: static; hide keys after the query.
       window_size: static (left, right) in keys, -1 for unlimited. A left window keeps dist = left.
       rel_extent: static; distances that have a bias.
-      rel_logits: [num_tokens, num_heads, rel_extent] in the dtype of q.
+      rel_logits: [num_tokens, num_heads, rel_extent] in the dtype of q; or `ShearedLogits` made with these lengths.
       kv_offset: int32[batch]; position of the first key of the table, for a part of a sequence. Default 0.
       total_seqlens: int32[batch]; length of the whole sequence. Default kv_offset + cache_seqlens.
       plan: from `plan_batch`, shared by the layers of a kind; its lengths are then the ones used.
@@ -133,7 +134,8 @@ def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Ba
       q: as in `inkling_rel_attention`; only its shape and dtype count, so a jax.ShapeDtypeStruct will do.
       key_cache: likewise.
       value_cache: likewise.
-      **arguments: the other arguments of `inkling_rel_attention`. `softmax_scale` and `rel_logits` may be left out.
+      **arguments: the other arguments of `inkling_rel_attention`. `softmax_scale` and `rel_logits` may be left out;
+        for a plan of calls with ShearedLogits give one, of which only the shapes count: `ShearedLogits.shape`.
 
     Returns:
       A pytree; its static part is checked against each call.
@@ -185,6 +187,8 @@ def check_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> N
     bound = _bound(q, key_cache, value_cache, arguments)
     call = check_call(bound)
     check_batch_contents(call.problem, call.operands.block_table, call.lengths, bound["max_seqlen_q"])
+    if isinstance(call.operands.rel_logits, ShearedLogits):
+        check_shifts(call.operands.rel_logits, call.lengths)
 
 
 def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Explanation:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from inkling_pallas import sheared_benchmark
 from inkling_pallas.bench_options import Options, parse_options
 from inkling_pallas.ceilings import measure_ceilings
 from inkling_pallas.console import progress, table
@@ -60,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     }.items():
         if rows:
             table(title, head, rows)
+    if options.suite == "sheared":
+        table("plain and sheared", *sheared_benchmark.table_of(results["cases"]))
     print(f"wrote {options.path}")
     return int(any(case["red"] for case in results["cases"]))
 
@@ -83,6 +86,8 @@ def run_suite(options: Options, command: str) -> dict[str, Any]:
             if spent < 1:
                 case = run_case(WORKLOADS[name], options.backend, peers, clock, ceilings)
                 workers.time_case(case, hurried=spent > _WORKER_SHARE)
+                if options.suite == "sheared":
+                    sheared_benchmark.add_to(case, WORKLOADS[name], clock)
             else:
                 reason = f"not started: the time limit of {options.time_limit:g} s was over"
                 case = empty_results(WORKLOADS[name], options.backend, ceilings, reason)

@@ -41,7 +41,7 @@ def check_call(arguments: Mapping[str, Any]) -> Call:
     """Checks the arguments of a call and chooses its backend."""
     key_cache, value_cache, layout = unpack_cache(arguments["key_cache"], arguments["value_cache"])
     arguments = {**arguments, "key_cache": key_cache, "value_cache": value_cache}
-    given = {name: _as_array(arguments[name]) for name in (*Operands._fields, *Lengths._fields)}
+    given = {name: jax.tree.map(_as_array, arguments[name]) for name in (*Operands._fields, *Lengths._fields)}
     operands = Operands(*(given[name] for name in Operands._fields))
     lengths = Lengths(*(given[name] for name in Lengths._fields))
     static_names = (

@@ -14,6 +14,7 @@ from inkling_pallas.cache_cases import before_write
 from inkling_pallas.cases import Case, build, part_of, sequence_alone
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.relative import merge_partials
+from inkling_pallas.shearing import shear
 from inkling_pallas.testing import baseline_rel_attention, error_limit, lse_errors, row_errors
 
 # A check that a dropped bias would pass by less than this many limits is repeated with a spike in the bias.
@@ -58,6 +59,17 @@ def judge(case: Case, operator: Operator = inkling_rel_attention, **how: Any) ->
     spiked = _judge(probe, operator, how)
     failure = f"with a spike at distance {probe.spike}: {spiked.failure}" if spiked.red else ""
     return dataclasses.replace(verdict, margin=max(verdict.margin, spiked.margin), failure=failure)
+
+
+def attend_sheared(**call: Any) -> Any:
+    """Returns what `inkling_rel_attention` gives for a call whose plain bias is sheared first.
+
+    Args:
+      **call: its arguments.
+    """
+    names = ("cu_seqlens_q", "cache_seqlens", "kv_offset", "total_seqlens")
+    lengths: dict[str, Any] = {name: jnp.asarray(call[name]) for name in names if call.get(name) is not None}
+    return inkling_rel_attention(**{**call, "rel_logits": shear(jnp.asarray(call["rel_logits"]), **lengths)})
 
 
 def _spike_probe(case: Case) -> Case | None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.cache_cases import in_layout
 from inkling_pallas.catalog import full_cases, kinds, small_cases
-from inkling_pallas.check import Verdict, judge
+from inkling_pallas.check import Operator, Verdict, attend_sheared, judge
 from inkling_pallas.console import progress, table
 from inkling_pallas.contract import CONTRACT_CHECKS, ContractError
 from inkling_pallas.dispatch import machine_backends
@@ -18,6 +19,7 @@ from inkling_pallas.layouts import LAYOUTS
 from inkling_pallas.results import card_name, describe_run, write_json
 from inkling_pallas.splits import device_capability
 
+_OPERATORS: dict[str, Operator] = {"plain": inkling_rel_attention, "sheared": attend_sheared}
 _COLUMNS = ("case", "kind", "row error", "limit", "margin", "lse", "alone", "verdict")
 
 
@@ -31,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--backend", help="only this backend")
     p.add_argument(
         "--layout", choices=LAYOUTS, default="separate", help="of the caches; write_kv cases come in every layout"
+    )
+    p.add_argument(
+        "--bias", choices=_OPERATORS, default="plain", help="layout of the bias; sheared leaves out the promises"
     )
     p.add_argument("--out", type=Path, help="folder for the verdicts as JSON, one file per backend")
     p.add_argument("--quiet", action="store_true", help="list only cases that are red or refused")
@@ -52,11 +57,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"check: --backend must be one of {', '.join(backends)} on this machine; got {options.backend!r}.")
         return 2
     cases = [case for case in cases if options.kind in (None, case.kind)]
-    contract = {kind: run for kind, run in CONTRACT_CHECKS.items() if options.kind in (None, kind)}
+    promises = CONTRACT_CHECKS if options.bias == "plain" else {}
+    contract = {kind: run for kind, run in promises.items() if options.kind in (None, kind)}
     red = 0
     for backend in [options.backend] if options.backend else backends:
         with progress(f"check {backend}", len(cases) + len(contract)) as step:
-            rows = [_case_row(case, backend, step) for case in cases]
+            rows = [_case_row(case, backend, _OPERATORS[options.bias], step) for case in cases]
             rows += [_contract_row(kind, run, backend, step) for kind, run in contract.items()]
         shown = [row for row in rows if not options.quiet or row[-1] != "ok"]
         if shown:
@@ -64,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
         red += _summary(backend, [row[-1] for row in rows])
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
-            layout = "" if options.layout == "separate" else f"-{options.layout}"
-            name = f"{card_name()}-check-{backend}{layout}{'-partial' if options.kind else ''}.json"
+            forms = "".join(f"-{form}" for form in (options.layout, options.bias) if form not in ("separate", "plain"))
+            name = f"{card_name()}-check-{backend}{forms}{'-partial' if options.kind else ''}.json"
             write_json(options.out / name, verdicts_as_json(rows, shlex.join(argv)))
     return 1 if red else 0
 
@@ -84,10 +90,10 @@ def _summary(backend: str, verdicts: Sequence[str]) -> int:
     return red
 
 
-def _case_row(case, backend: str, step: Callable[[str], None]) -> tuple[str, ...]:
+def _case_row(case, backend: str, operator: Operator, step: Callable[[str], None]) -> tuple[str, ...]:
     step(case.name)
     try:
-        verdict = judge(case, backend=backend)
+        verdict = judge(case, operator, backend=backend)
     except NotImplementedError as error:
         return (case.name, case.kind, *["-"] * 5, f"refused: {error}")
     return _cells(verdict)

@@ -7,6 +7,8 @@ import numpy as np
 
 from inkling_pallas.errors import refuse
 from inkling_pallas.problem import LENGTH_LIMIT, Lengths, Problem
+from inkling_pallas.sequences import place_rows
+from inkling_pallas.sheared import ShearedLogits, row_shifts
 
 
 def check_batch_contents(problem: Problem, block_table: Any, lengths: Lengths, max_seqlen_q: int) -> None:
@@ -35,6 +37,23 @@ def check_batch_contents(problem: Problem, block_table: Any, lengths: Lengths, m
     live = (block >= first[:, None]) & (block < last[:, None]) & (end > begin)[:, None]
     rule = f"lie in [0, {problem.num_blocks}), being the id of a page that this call reads"
     _check_entries("block_table", table, ~live | ((table >= 0) & (table < problem.num_blocks)), rule)
+
+
+def check_shifts(rel_logits: ShearedLogits, lengths: Lengths) -> None:
+    """Raises ValueError for the first row that was sheared for another position than the lengths give it.
+
+    Args:
+      rel_logits: concrete.
+      lengths: concrete, already checked.
+    """
+    shifts = _concrete("rel_logits.shifts", rel_logits.shifts)
+    rows = place_rows(len(shifts), lengths)
+    place = {"num_tokens": len(shifts), "rel_extent": rel_logits.rel_extent}
+    wanted = np.asarray(row_shifts(rows.q_start, rows.q_len, rows.first_pos, **place))
+    for row in np.flatnonzero((wanted >= 0) & (shifts != wanted))[:1]:
+        rule = f"be {wanted[row]}, from the position of that row"
+        advice = "Shear with the cu_seqlens_q, cache_seqlens, kv_offset and total_seqlens of this call."
+        raise refuse(f"rel_logits.shifts[{row}]", rule, int(shifts[row]), advice)
 
 
 def visible_keys(

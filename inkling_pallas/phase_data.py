@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from inkling_pallas.kernels import rows, schedule, softmax, worklist
+from inkling_pallas import sheared
+from inkling_pallas.kernels import listing, rows, schedule, softmax, worklist
 from inkling_pallas.kernels.tiling import RowTiling, Tiling
-from inkling_pallas.problem import Problem, Sequences
+from inkling_pallas.problem import Lengths, Problem
 from inkling_pallas.reference import reference_rel_attention
+from inkling_pallas.sequences import safe_sequences
 
 _LOG2_E = float(np.log2(np.e))
 
@@ -52,11 +54,10 @@ class Batch:
             return_lse=False,
         )
 
-    def sequences(self) -> Sequences:
-        """Returns the lengths as the phases take them."""
-        q_lens, kv_lens = (np.array(lens, np.int32) for lens in (self.q_lens, self.kv_lens))
-        starts = (np.cumsum(q_lens) - q_lens).astype(np.int32)
-        return Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, kv_lens - q_lens)))
+    def lengths(self) -> Lengths:
+        """Returns the arrays of a call."""
+        offsets = np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int32)
+        return Lengths(jnp.array(self.kv_lens, jnp.int32), jnp.asarray(offsets), None, None)
 
 
 class RowBands(NamedTuple):
@@ -70,14 +71,13 @@ class RowBands(NamedTuple):
 
 def prefill_bands(batch: Batch, *, block_kv: int = 64) -> list[RowBands]:
     """Returns the bands of every warpgroup of a prefill, in the order in which the kernel takes its tiles."""
-    tiling = RowTiling(problem=batch.problem(), block_kv=block_kv, num_stages=2, num_ctas=132)
-    items = worklist.make_worklist(tiling, batch.sequences()).items
-    live = int(items[0, worklist.Item._fields.index("total")])
+    tiling = RowTiling(problem=batch.problem(), block_kv=block_kv, num_stages=2, num_ctas=132, interpret=True)
+    work = listing.make_worklist(batch.lengths(), tiling, True)
     found = []
-    for words in items[:live]:
-        tile = worklist.tile_of(worklist.Item(*words), jnp.int32(0), tiling)
+    for words in work.items[: int(work.table[4, -1])]:
+        tile = worklist.tile_of(worklist.Item(*words[: len(worklist.Item._fields)]), jnp.int32(0), tiling)
         for warpgroup in (0, 1):
-            part = worklist.rows_of(tile, warpgroup, tiling)
+            part = worklist.rows_of(tile, 0, warpgroup, tiling)
             if int(part.tokens) > 0:
                 bands = tuple(map(int, worklist.bands_of(tile, part, tiling)))
                 found.append(RowBands(int(part.sequence), int(part.row), int(part.tokens), bands))
@@ -114,6 +114,27 @@ def gather_tile(rel_logits: np.ndarray, *, first_pos: int, first_key: int, keys:
     return Gather(first, block, places, np.asarray(tile))
 
 
+class Sheared(NamedTuple):
+    """Rows of a bias in the sheared layout, and the key of their block table that each begins at."""
+
+    first_keys: np.ndarray  # int[tokens]
+    table: np.ndarray  # [tokens, sheared width]: keys ascend
+
+
+def shear_table(rel_logits: np.ndarray, *, first_pos: int) -> Sheared:
+    """Returns one head's biases as `sheared.shear_rows` writes them.
+
+    Args:
+      rel_logits: [tokens, rel_extent] of one head.
+      first_pos: position of the first token.
+    """
+    tokens, extent = rel_logits.shape
+    position = first_pos + np.arange(tokens)
+    shifts = sheared.shift_of(position, extent)
+    table = sheared.shear_rows(jnp.asarray(rel_logits)[:, None], jnp.asarray(shifts, jnp.int32))
+    return Sheared(position - (extent - 1) - shifts, np.asarray(table)[:, 0])
+
+
 class Share(NamedTuple):
     """What one CTA has of one unit, as [begin, end) on the line of tiles."""
 
@@ -128,7 +149,7 @@ class Share(NamedTuple):
 def decode_shares(batch: Batch, *, num_ctas: int = 12, block_kv: int = 64) -> list[Share]:
     """Returns how the decode kernel's CTAs share the tiles of a batch."""
     tiling = Tiling(problem=batch.problem(), block_kv=block_kv, num_stages=2, num_ctas=num_ctas)
-    table = _table(tiling, batch)
+    table = schedule.table_on_host(safe_sequences(tiling.problem, batch.lengths()), tiling)
     line = schedule.make_line(table, tiling)
     shares = []
     for cta in range(num_ctas):
@@ -140,14 +161,6 @@ def decode_shares(batch: Batch, *, num_ctas: int = 12, block_kv: int = 64) -> li
             shares.append(Share(cta, int(unit.sequence), int(unit.head), position, min(stop, end), whole))
             position = min(stop, end)
     return shares
-
-
-def _table(tiling: Tiling, batch: Batch) -> schedule.Table:
-    """Returns the table that the kernel keeps in shared memory, whose last rows are running sums and maxima."""
-    words = np.asarray(schedule.pack_table(tiling, batch.sequences()))
-    running = [np.cumsum(words[4]), np.maximum.accumulate(words[0] + words[1]), np.maximum.accumulate(words[4])]
-    table = np.stack([*words[:4], *running]).astype(np.int32)
-    return schedule.Table(lambda row, sequence: jnp.int32(table[row, int(sequence)]))
 
 
 class Merge(NamedTuple):

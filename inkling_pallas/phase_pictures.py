@@ -91,6 +91,39 @@ def plot_gather(gather: data.Gather) -> Any:
     return figure
 
 
+def plot_sheared(rel_logits: np.ndarray, *, first_pos: int, block_kv: int = 64) -> Any:
+    """Returns a Figure of plain rows of a bias by distance, and of the same rows sheared, by key.
+
+    Args:
+      rel_logits: [tokens, rel_extent] of one head.
+      first_pos: position of the first token.
+      block_kv: keys of a tile, whose edges are drawn.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    rows = data.shear_table(rel_logits, first_pos=first_pos)
+    (tokens, extent), width = rel_logits.shape, rows.table.shape[1]
+    bound = float(np.abs(rel_logits).max()) or 1.0
+    colours = {"cmap": "RdBu", "vmin": -bound, "vmax": bound, "aspect": "auto", "interpolation": "nearest"}
+    first, end = int(rows.first_keys.min()), int(rows.first_keys.max()) + width
+    with new_figure(9, 2 + 0.45 * tokens) as figure:
+        plain, by_key = figure.subplots(2, 1)
+        image = plain.imshow(rel_logits, extent=(-0.5, extent - 0.5, tokens - 0.5, -0.5), **colours)
+        plain.set(xlabel="distance", title="Plain: a row per token, distances ascend, so keys descend")
+        for token, (start, row) in enumerate(zip(rows.first_keys, rows.table, strict=True)):
+            edges = (start - 0.5, start + width - 0.5, token + 0.45, token - 0.45)
+            by_key.imshow(row[None], extent=edges, **colours)
+        for key in range(first // block_kv * block_kv, end + 1, block_kv):
+            by_key.axvline(key - 0.5, color=_INK, lw=1, ls=":")
+        by_key.set(xlim=(first - 0.5, end - 0.5), ylim=(tokens - 0.5, -0.5), xlabel="key (dotted: edges of tiles)")
+        by_key.set_title("Sheared: keys ascend, and every row starts at a multiple of 8")
+        for axes in (plain, by_key):
+            axes.set(yticks=range(tokens), ylabel="token")
+        figure.colorbar(image, ax=[plain, by_key], label="bias", pad=0.01)
+    return figure
+
+
 def plot_shares(batch: data.Batch, *, num_ctas: int = 12, block_kv: int = 64) -> Any:
     """Returns a Figure of the line of KV tiles of a decode batch and its equal shares.
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from inkling_pallas import picture_data as data
+from inkling_pallas.sheared import ShearedLogits
 
 _WITH_BIAS, _WITHOUT_BIAS, _GREY = "#1f5fa8", "#d97706", "#6b7280"
 _BAND_COLOURS = ("#ffffff", "#d6dbe3", "#6f9fd8")
@@ -19,7 +20,8 @@ _MAX_PIXELS = 480
 
 def draw_bias_table(axes: Any, call: Mapping[str, Any], token: int) -> None:
     """Draws rel_logits of a row: heads down, distances across."""
-    table = np.asarray(call["rel_logits"])[token].astype(np.float64)
+    bias = call["rel_logits"]
+    table = np.asarray(bias.plain() if isinstance(bias, ShearedLogits) else bias)[token].astype(np.float64)
     heads, extent = table.shape
     bound = float(np.abs(table).max()) or 1.0
     edges = (-0.5, extent - 0.5, heads - 0.5, -0.5)

@@ -17,6 +17,7 @@ import numpy as np
 
 from inkling_pallas.errors import FLOAT_DTYPES, describe, float_dtype, refuse, require_array, static_bool, static_int
 from inkling_pallas.layouts import AXES, HEAD_AXIS, CacheDims, cache_dims
+from inkling_pallas.sheared import ShearedLogits, sheared_width
 
 # Lengths from outside are clipped to this before they are added or subtracted, so that no int32 can wrap around.
 LENGTH_LIMIT = 2**29
@@ -47,6 +48,7 @@ class Problem:
     out_dtype: str
     return_lse: bool
     layout: str = "separate"  # of the cache: one of layouts.LAYOUTS
+    sheared: bool = False  # rel_logits come as ShearedLogits
 
     @property
     def group(self) -> int:
@@ -80,7 +82,7 @@ class Operands(NamedTuple):
     key_cache: jax.Array
     value_cache: jax.Array | None  # None: key_cache holds the values, too, as problem.layout says
     block_table: jax.Array
-    rel_logits: jax.Array
+    rel_logits: jax.Array | ShearedLogits
     out: jax.Array | None
 
     @property
@@ -172,9 +174,7 @@ def make_problem(
     dims = _require_floats(q, key_cache, value_cache, layout)
     dtype = np.dtype(q.dtype).name
     extent = static_int("rel_extent", rel_extent, 1)
-    if rel_logits is not None:
-        shape = (q.shape[0], q.shape[1], extent)
-        require_array("rel_logits", rel_logits, shape, dtype, "It is [num_tokens, num_heads, rel_extent] in q's dtype.")
+    _require_bias(rel_logits, (q.shape[0], q.shape[1]), extent, dtype)
     require_array("block_table", block_table, ("batch", "max_blocks"), "int32", "It holds a page id per block of keys.")
     batch_size = block_table.shape[0]
     _require_lengths(lengths, batch_size)
@@ -200,7 +200,22 @@ def make_problem(
         out_dtype=result_dtype,
         return_lse=static_bool("return_lse", return_lse),
         layout=layout,
+        sheared=isinstance(rel_logits, ShearedLogits),
     )
+
+
+def _require_bias(rel_logits: Any, rows: tuple[int, int], extent: int, dtype: str) -> None:
+    """Raises ValueError for a bias that does not fit `rows`, (num_tokens, num_heads); None is left to the caller."""
+    if not isinstance(rel_logits, ShearedLogits):
+        if rel_logits is not None:
+            advice = "It is [num_tokens, num_heads, rel_extent] in q's dtype."
+            require_array("rel_logits", rel_logits, (*rows, extent), dtype, advice)
+        return
+    advice = "Shear it for these rows and this extent: see shear()."
+    if rel_logits.rel_extent != extent:
+        raise refuse("rel_logits", f"be sheared for rel_extent = {extent}", rel_logits.rel_extent, advice)
+    require_array("rel_logits.table", rel_logits.table, (*rows, sheared_width(extent)), dtype, advice)
+    require_array("rel_logits.shifts", rel_logits.shifts, rows[:1], "int32", advice)
 
 
 def _require_lengths(lengths: Lengths, batch_size: int) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from inkling_pallas.sheared import ShearedLogits
+
 # float64 scores that one step may hold; bounds memory, changes no result.
 _SCORES_PER_STEP = 1 << 22
 
@@ -62,7 +64,7 @@ def reference_rel_attention(
       causal: hide keys after the query.
       window_size: (left, right) in keys, -1 for unlimited.
       rel_extent: distances that have a bias.
-      rel_logits: float[num_tokens, num_heads, rel_extent].
+      rel_logits: float[num_tokens, num_heads, rel_extent], or ShearedLogits.
       kv_offset: int[batch], position of the first key of the table; 0 by default.
       total_seqlens: int[batch], length of the whole sequence; `kv_offset + cache_seqlens` by default.
       return_lse: also return the log-sum-exp.
@@ -137,7 +139,8 @@ def evaluate(
     result = np.zeros((len(rows), q.shape[1], q.shape[2]))
     lse = np.full((len(rows), q.shape[1]), -np.inf)
     key_cache, value_cache = _keys_and_values(key_cache, value_cache)
-    q, rel_logits = np.asarray(q), np.asarray(rel_logits)
+    q, sheared = np.asarray(q), isinstance(rel_logits, ShearedLogits)
+    biases = np.asarray(rel_logits.table if sheared else rel_logits)
     table = np.asarray(block_table)
     left, right = (np.inf if side == -1 else side for side in window_size)
     reach = 0 if causal else right
@@ -155,7 +158,9 @@ def evaluate(
             _read_pages(key_cache, table[b], low, high),
             _read_pages(value_cache, table[b], low, high),
             softmax_scale,
-            _bias(rel_logits[rows[some]], dist, rel_extent),
+            _sheared_bias(biases[rows[some]], position - first_key[b], np.arange(low, high), rel_extent)
+            if sheared
+            else _bias(biases[rows[some]], dist, rel_extent),
             (dist <= left) & (-dist <= reach),
         )
 
@@ -198,6 +203,14 @@ def _bias(rel_logits: np.ndarray, dist: np.ndarray, rel_extent: int) -> np.ndarr
     """Returns the bias [rows, num_heads, keys] in the dtype of the table: exactly 0 outside 0 <= dist < rel_extent."""
     inside = (dist >= 0) & (dist < rel_extent)
     picked = np.take_along_axis(rel_logits, np.where(inside, dist, 0)[:, None, :], axis=2)
+    return np.where(inside[:, None, :], picked, np.zeros_like(picked))
+
+
+def _sheared_bias(table: np.ndarray, position: np.ndarray, keys: np.ndarray, rel_extent: int) -> np.ndarray:
+    """Returns bias[rows, num_heads, keys]: row p of a sheared table starts at 8 * floor((p - rel_extent + 1) / 8)."""
+    column = keys - 8 * ((position[:, None] - rel_extent + 1) // 8)
+    inside = (column >= 0) & (column < table.shape[-1])
+    picked = np.take_along_axis(table, np.where(inside, column, 0)[:, None, :], axis=2)
     return np.where(inside[:, None, :], picked, np.zeros_like(picked))
 
 

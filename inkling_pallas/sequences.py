@@ -21,8 +21,12 @@ class Rows(NamedTuple):
 
 def safe_end(problem: Problem, rows: Rows) -> jax.Array:
     """Returns where the rows of a sequence end, 0 if it has none, before those that others claim are taken off."""
+    return _end(problem.num_tokens, rows)
+
+
+def _end(num_tokens: int, rows: Rows) -> jax.Array:
     start, end = rows
-    return jnp.where((start >= 0) & (start <= end) & (end <= problem.num_tokens), end, jnp.zeros_like(end))
+    return jnp.where((start >= 0) & (start <= end) & (end <= num_tokens), end, jnp.zeros_like(end))
 
 
 def safe_sequence(problem: Problem, rows: Rows, claimed: jax.Array, lengths: Lengths) -> Sequences:
@@ -34,18 +38,20 @@ def safe_sequence(problem: Problem, rows: Rows, claimed: jax.Array, lengths: Len
       claimed: the largest safe end of the sequences before it.
       lengths: its other lengths; `cu_seqlens_q` is not read.
     """
-    end = safe_end(problem, rows)
+    placed = _place(problem.num_tokens, rows, claimed, lengths)
+    return placed._replace(
+        q_len=jnp.minimum(placed.q_len, problem.max_seqlen_q), kv_len=jnp.minimum(placed.kv_len, problem.max_kv_len)
+    )
+
+
+def _place(num_tokens: int, rows: Rows, claimed: jax.Array, lengths: Lengths) -> Sequences:
+    end = _end(num_tokens, rows)
     start = jnp.where(end > 0, jnp.maximum(rows.start, claimed), jnp.zeros_like(end))
     q_len = jnp.maximum(end - start, 0)
     cached = jnp.clip(lengths.cache_seqlens, 0, LENGTH_LIMIT)
     offset = jnp.zeros_like(cached) if lengths.kv_offset is None else jnp.clip(lengths.kv_offset, 0, LENGTH_LIMIT)
     total = offset + cached if lengths.total_seqlens is None else jnp.clip(lengths.total_seqlens, 0, LENGTH_LIMIT)
-    return Sequences(
-        q_start=start,
-        q_len=jnp.minimum(q_len, problem.max_seqlen_q),
-        kv_len=jnp.minimum(cached, problem.max_kv_len),
-        first_pos=total - q_len - offset,
-    )
+    return Sequences(q_start=start, q_len=q_len, kv_len=cached, first_pos=total - q_len - offset)
 
 
 def safe_sequences(problem: Problem, lengths: Lengths) -> Sequences:
@@ -56,5 +62,15 @@ def safe_sequences(problem: Problem, lengths: Lengths) -> Sequences:
     first rows moves no other row.
     """
     rows = Rows(lengths.cu_seqlens_q[:-1], lengths.cu_seqlens_q[1:])
-    claimed = jnp.concatenate([jnp.zeros((1,), jnp.int32), lax.cummax(safe_end(problem, rows))[:-1]])
-    return safe_sequence(problem, rows, claimed, lengths)
+    return safe_sequence(problem, rows, _claimed(problem.num_tokens, rows), lengths)
+
+
+def place_rows(num_tokens: int, lengths: Lengths) -> Sequences:
+    """Returns where the rows of each sequence lie and stand, as `safe_sequences` without the limits of a problem."""
+    rows = Rows(lengths.cu_seqlens_q[:-1], lengths.cu_seqlens_q[1:])
+    return _place(num_tokens, rows, _claimed(num_tokens, rows), lengths)
+
+
+def _claimed(num_tokens: int, rows: Rows) -> jax.Array:
+    """Returns the largest end of the sequences before each one."""
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), lax.cummax(_end(num_tokens, rows))[:-1]])

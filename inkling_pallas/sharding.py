@@ -20,6 +20,7 @@ from inkling_pallas.cache import PagedKVCache, write_kv
 from inkling_pallas.context import ContextShards
 from inkling_pallas.errors import float_dtype, refuse, static_bool, static_int
 from inkling_pallas.layouts import HEAD_AXIS
+from inkling_pallas.sheared import ALIGNMENT, ShearedLogits
 
 _BY_SHARD = ("block_table", "cache_seqlens", "kv_offset")
 _REPLICATED = ("block_table", "cache_seqlens", "cu_seqlens_q", "kv_offset", "total_seqlens")
@@ -161,9 +162,18 @@ class AttentionMesh:
         specs = {"rel_logits": heads} | {name: PartitionSpec() for name in _REPLICATED}
         if self.context_axis is not None:
             specs |= {name: PartitionSpec(self.context_axis) for name in _BY_SHARD}
+        if isinstance(arrays.get("rel_logits"), ShearedLogits):
+            self._require_one_shear(cache)
+            specs["rel_logits"] = dataclasses.replace(arrays["rel_logits"], table=heads, shifts=PartitionSpec())
         in_specs = (heads, self._cache_spec(cache.layout), {name: specs[name] for name in arrays})
         local = functools.partial(self._heads if self.context_axis is None else self._parts, static)
         return self._map(local, in_specs, heads)(q, cache, arrays)
+
+    def _require_one_shear(self, cache: PagedKVCache) -> None:
+        """Raises ValueError where parts of a sequence need a shear each: it depends on their kv_offset modulo 8."""
+        if self.context_axis is not None and cache.block_size % ALIGNMENT:
+            rule = f"be a multiple of {ALIGNMENT} for ShearedLogits over a context axis"
+            raise refuse("block_size", rule, cache.block_size, "Pass a plain array as rel_logits.")
 
     def _arrays(
         self, q: jax.Array, shards: ContextShards | None, arguments: dict[str, Any]

@@ -30,9 +30,9 @@ def run_case(case: Case, backend: str, peers: Mapping[str, Peer], clock: Clock, 
     try:
         _run(case, results, peers, clock)
     except (NotImplementedError, ClockError) as error:
-        results["reason"] = _one_line(error)
+        results["reason"] = one_line(error)
     except Exception as error:  # whatever a backend raises, the other cases are still to be timed
-        results.update(red=True, reason=_one_line(error))
+        results.update(red=True, reason=one_line(error))
     return results
 
 
@@ -94,7 +94,7 @@ def _peer_calls(
         except PeerSkippedError as error:
             reason = str(error)
         except Exception as error:  # a peer may fail in any way; that is told, and the case goes on
-            reason = _one_line(error)
+            reason = one_line(error)
         else:
             results["forms"] |= {name: form} if form and reason is None else {}
         if reason is None:
@@ -104,6 +104,7 @@ def _peer_calls(
     return calls
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

@@ -117,6 +117,8 @@ def _suites() -> tuple[dict[str, tuple[str, ...]], dict[str, Case]]:
     cases = {case.name: case for group in groups.values() for case in group}
     suites = {name: tuple(dict.fromkeys(case.name for case in group)) for name, group in groups.items()}
     real = suites["decode"] + suites["prefill"] + suites["mixed"]
+    # Plain and sheared biases side by side.
+    suites["sheared"] = ("pre_g_8k", "pre_l16_8k", "dec_g_b32_8k")
     suites["local"] = tuple(name for name in real if cases[name].window_size != (-1, -1))
     return suites, cases
 

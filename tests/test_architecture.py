@@ -15,6 +15,7 @@ LAYERS = (
     ("benchmark", "check_command", "context_benchmark", "demo", "report", "serve_sim"),
     ("measurement_plots",),
     ("measurements",),
+    ("sheared_benchmark",),
     ("bench_options", "timed_case"),
     ("ceilings", "check", "contract", "judging", "peers", "serve_options", "serve_report"),
     ("peer_dense", "peer_libraries", "peer_paged", "peer_workers", "torch_peers"),
@@ -34,6 +35,7 @@ LAYERS = (
     ("warm",),
     ("batch",),
     ("buckets",),
+    ("shearing",),
     ("relative",),
     ("splits",),
     ("kernels.__init__", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
@@ -58,18 +60,19 @@ LAYERS = (
     ),
     ("kernels.worklist",),
     ("kernels.schedule", "kernels.softmax"),
-    ("kernels.rows", "kernels.table"),
+    ("kernels.rows", "kernels.steps", "kernels.table"),
     ("kernels.mosaic",),
-    ("kernels.inline_rows", "kernels.scan", "kernels.tiling"),
+    ("kernels.inline_rows", "kernels.inline_steps", "kernels.scan", "kernels.shear_tiles", "kernels.tiling"),
     ("kernels.inline", "kernels.scalars"),
     ("catalog",),
     ("cache_cases",),
     ("cases",),
     ("testing",),
     ("reference",),
-    ("contents", "sequences"),
+    ("contents",),
+    ("sequences",),
     ("problem",),
-    ("cache",),
+    ("cache", "sheared"),
     ("layouts", "page_pool"),
     ("console", "errors", "trace"),
 )
@@ -77,7 +80,14 @@ LAYER_OF = {module: depth for depth, modules in enumerate(LAYERS) for module in 
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
 
 PRIVATE_PREFIXES = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
-PRIVATE_READERS = ("kernels.mosaic", "kernels.inline", "kernels.inline_rows", "kernels.scalars", "kernels.scan")
+PRIVATE_READERS = (
+    "kernels.mosaic",
+    "kernels.inline",
+    "kernels.inline_rows",
+    "kernels.inline_steps",
+    "kernels.scalars",
+    "kernels.scan",
+)
 
 
 def _imported_names(module: str, tree: ast.Module) -> Iterator[str]:

@@ -140,7 +140,7 @@ def test_named_workloads_have_the_published_floors(name):
 
 
 def test_suites_name_workloads():
-    assert set(workloads.SUITES) == {"decode", "prefill", "mixed", "local", "scaling", "cpu"}
+    assert set(workloads.SUITES) == {"decode", "prefill", "mixed", "local", "scaling", "cpu", "sheared"}
     assert all(name == workloads.WORKLOADS[name].name for names in workloads.SUITES.values() for name in names)
     assert all(workloads.WORKLOADS[name].window_size == (511, 0) for name in workloads.SUITES["local"])
     assert {"skew_g", "skew_l", "short32_l"} < set(workloads.SUITES["decode"])
@@ -472,7 +472,8 @@ CPU_CASES = ", ".join(workloads.SUITES["cpu"])
     [
         (
             ["--suite", "speed"],
-            "--suite must be among decode, prefill, mixed, scaling, cpu, local; got 'speed'. Check the spelling.",
+            "--suite must be among decode, prefill, mixed, scaling, cpu, sheared, local; got 'speed'. "
+            "Check the spelling.",
         ),
         (
             ["--suite", "cpu", "--cases", "cpu_dec_tp8_b2_512,pre_g_8k"],

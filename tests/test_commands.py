@@ -107,26 +107,26 @@ def test_check_shows_margins(capsys):
 
 
 def test_check_is_red_when_a_backend_is(capsys, monkeypatch):
-    monkeypatch.setattr(check_command, "judge", lambda case, backend: _broken(case, backend))
+    monkeypatch.setattr(check_command, "judge", _broken)
     assert main(["check", "--kind", "decode", "--backend", "portable"]) == 1
     assert "1 red" in capsys.readouterr().out
 
 
-def _broken(case, backend):
+def _broken(case, operator, backend):
     import numpy as np
 
-    from inkling_pallas import check, inkling_rel_attention
+    from inkling_pallas import check
 
     return check.judge(
-        case, lambda **c: inkling_rel_attention(**{**c, "rel_logits": np.zeros_like(c["rel_logits"])}), backend=backend
+        case, lambda **c: operator(**{**c, "rel_logits": np.zeros_like(c["rel_logits"])}), backend=backend
     )
 
 
 def test_check_writes_its_verdicts(tmp_path):
-    assert main(["check", "--kind", "spike probe", "--out", str(tmp_path / "new")]) == 0
+    assert main(["check", "--kind", "spike probe", "--bias", "sheared", "--out", str(tmp_path / "new")]) == 0
     (path,) = (tmp_path / "new").iterdir()
     written = json.loads(path.read_text())
-    assert path.name.endswith("-check-portable-partial.json")
+    assert path.name.endswith("-check-portable-sheared-partial.json")
     assert written["meta"]["command"].startswith("python -m inkling_pallas check --kind 'spike probe'")
     assert [case["verdict"] for case in written["cases"]] == ["ok"]
 

@@ -12,6 +12,7 @@ import pytest
 from inkling_pallas.kernels import hopper
 from inkling_pallas.layouts import CacheDims, array_shape
 from inkling_pallas.problem import Lengths, Operands, Problem
+from inkling_pallas.sheared import ShearedLogits
 
 pytestmark = pytest.mark.lowering
 
@@ -48,13 +49,15 @@ def lower(problem, device=None):
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=sharding)
 
     p = problem
+    table = ShearedLogits.shape(p.num_tokens, p.num_heads, p.rel_extent, p.dtype)
+    plain = shape((p.num_tokens, p.num_heads, p.rel_extent))
     cache = shape(array_shape(p.layout, CacheDims(p.num_blocks, p.block_size, p.num_kv_heads, p.head_dim)))
     operands = Operands(
         q=shape((p.num_tokens, p.num_heads, p.head_dim)),
         key_cache=cache,
         value_cache=cache if p.layout == "separate" else None,
         block_table=shape((p.batch_size, p.max_blocks), "int32"),
-        rel_logits=shape((p.num_tokens, p.num_heads, p.rel_extent)),
+        rel_logits=jax.tree.map(lambda x: shape(x.shape, x.dtype), table) if p.sheared else plain,
         out=None,
     )
     lengths = Lengths(
@@ -83,6 +86,9 @@ LOWERED = {
     "no splits": make_problem(16, 2, num_splits=1),
     "packed cache": make_problem(64, 8, layout="packed"),
     "interleaved cache": make_problem(64, 16, local=True, layout="interleaved"),
+    "sheared, group 3, odd extent": make_problem(24, 8, rel_extent=20, q_len=2, sheared=True),
+    "sheared, 16 tokens": make_problem(64, 8, q_len=16, sheared=True),
+    "sheared prefill, group 12, float16": make_problem(24, 2, q_len=64, dtype="float16", sheared=True),
     "prefill, group 3, page 16, small extent": make_problem(24, 8, batch=3, q_len=256, block_size=16, rel_extent=8),
     "prefill, group 12, head_dim 64, float16": make_problem(24, 2, q_len=64, head_dim=64, dtype="float16"),
     "prefill, group 9, lse": make_problem(18, 2, q_len=64, return_lse=True),
@@ -112,6 +118,9 @@ COMPILED = {
     "interleaved cache": (make_problem(64, 16, local=True, layout="interleaved"), 168, 0),
     # Three warpgroups start with 168 registers a thread; the two that compute then take 232.
     "prefill, global": (make_problem(64, 8, batch=1, q_len=8192), 168, 0),
+    "sheared, global": (make_problem(64, 8, sheared=True), 168, 0),
+    "sheared prefill, global": (make_problem(64, 8, batch=1, q_len=8192, sheared=True), 168, 0),
+    "sheared prefill, local": (make_problem(64, 16, batch=1, q_len=8192, local=True, sheared=True), 168, 0),
     "prefill, too few tiles for clusters": (make_problem(8, 1, batch=1, q_len=8192), 168, 0),
     "prefill, local": (make_problem(64, 16, batch=8, q_len=4096, local=True, return_lse=True), 168, 0),
     "mixed, group 4, page 16": (make_problem(64, 16, q_len=2048, block_size=16), 168, 0),

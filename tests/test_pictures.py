@@ -5,6 +5,7 @@ import re
 import struct
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,6 +92,14 @@ def test_the_overview_is_a_picture_of_four(tmp_path):
         "Weights of row 63, head 0",
         "Which keys the rows of sequence A see",
     ]
+
+
+def test_a_sheared_bias_is_drawn_by_distance():
+    names = ("rel_logits", "cu_seqlens_q", "cache_seqlens")
+    arguments: dict[str, Any] = {name: EXAMPLE[name] for name in names}
+    sheared = dict(EXAMPLE, rel_logits=ip.shear(**arguments))
+    plain, other = (pictures.plot_bias_table(call).axes[0].images[0].get_array() for call in (EXAMPLE, sheared))
+    np.testing.assert_array_equal(plain, other)
 
 
 def test_each_picture_shows_itself_in_a_notebook():

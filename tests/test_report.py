@@ -121,6 +121,16 @@ def test_the_gathered_tile_is_the_formula(first_pos, first_key):
     assert gather.first_distance % 8 == 0
 
 
+@pytest.mark.parametrize("first_pos", [90, 3, 200])
+def test_a_sheared_row_holds_the_bias_of_each_key(first_pos):
+    table = np.random.default_rng(0).normal(size=(9, 24)).astype(np.float32)
+    sheared = phase_data.shear_table(table, first_pos=first_pos)
+    assert not np.any(sheared.first_keys % 8)
+    dist = first_pos + np.arange(9)[:, None] - sheared.first_keys[:, None] - np.arange(sheared.table.shape[1])
+    expected = np.where((dist >= 0) & (dist < 24), table[np.arange(9)[:, None], np.clip(dist, 0, 23)], 0)
+    np.testing.assert_array_equal(sheared.table, expected)
+
+
 def test_shares_cut_the_line_into_equal_parts():
     batch = phase_data.Batch(q_lens=(1, 1, 1), kv_lens=(1500, 200, 90))
     shares = phase_data.decode_shares(batch, num_ctas=12)
@@ -152,6 +162,7 @@ def test_each_picture_of_a_phase_shows_itself():
         phase_pictures.plot_prefill_bands(batch),
         phase_pictures.plot_gather(phase_data.gather_tile(np.ones((2, 16)), first_pos=9, first_key=0, keys=64)),
         phase_pictures.plot_shares(batch, num_ctas=3),
+        phase_pictures.plot_sheared(np.ones((2, 16)), first_pos=9),
         phase_pictures.plot_merge(phase_data.merge_row(call, token=0, head=0, num_parts=2)),
         phase_pictures.plot_buckets([3, 5, 17, 3]),
     ]

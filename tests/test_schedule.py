@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_pallas.kernels import schedule
-from inkling_pallas.kernels.table import Table
 from inkling_pallas.kernels.tiling import MAX_COLUMNS, Tiling
 from inkling_pallas.problem import Problem, Sequences
 
@@ -46,11 +45,7 @@ def make_table(tiling, q_lens, kv_lens, first_pos=None):
     q_lens, kv_lens = (np.array(x, np.int32) for x in (q_lens, kv_lens))
     first = kv_lens - q_lens if first_pos is None else np.array(first_pos, np.int32)
     starts = np.concatenate([[0], np.cumsum(q_lens)[:-1]]).astype(np.int32)
-    facts, work = schedule.line_length(Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, first))), tiling)
-    facts = [np.asarray(fact) for fact in facts]
-    scanned = [np.cumsum(work), np.maximum.accumulate(facts[0] + facts[1]), np.maximum.accumulate(work)]
-    words = np.stack([*facts, *scanned]).astype(np.int32)
-    return Table(lambda row, sequence: jnp.int32(words[row, int(sequence)]))
+    return schedule.table_on_host(Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, first))), tiling)
 
 
 def all_pieces(table, tiling):

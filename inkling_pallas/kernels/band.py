@@ -1,8 +1,11 @@
 """Bias tiles: the block of rel_logits that a KV tile can need. The only reader of rel_logits.
 
-A score tile needs `rel_logits[row, head, first_pos + token - key]`. The block that holds it starts at a distance
-rounded down to 8, the alignment that a copy asks for; reading it element by element shifts and reverses it. Distances
-before 0 and past the extent are zeros: the copy engine fills them in.
+Of a plain table a score tile needs `rel_logits[row, head, first_pos + token - key]`. The block that holds it starts at
+a distance rounded down to 8, the alignment that a copy asks for; reading it element by element shifts and reverses it.
+Distances before 0 and past the extent are zeros: the copy engine fills them in.
+
+Of a sheared table (`inkling_pallas.sheared`) the block starts at the column of the tile's first key in the row of the
+last token, which is a multiple of 8 as it is, and `steps` reads it by aligned loads.
 """
 
 from typing import Any
@@ -13,25 +16,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import mosaic, rows
+from inkling_pallas.kernels import mosaic, rows, steps
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tiling import ROWS, RowTiling, Tiling
+from inkling_pallas.sheared import ShearedLogits, sheared_width, shift_of
 
-_ALIGNMENT = 8  # elements of 16 bit in 16 bytes
 
-
-def pad_for_interpreter(rel_logits: jax.Array, tiling: Tiling) -> jax.Array:
-    """Returns rel_logits, when interpreting with zeros on the left.
+def pad_for_interpreter(rel_logits: jax.Array | ShearedLogits, tiling: Tiling) -> jax.Array:
+    """Returns rel_logits as one array, when interpreting with zeros on the left.
 
     The interpreter does not fill in what lies before an array.
     """
+    array: jax.Array = rel_logits.table if isinstance(rel_logits, ShearedLogits) else rel_logits
     if not tiling.interpret:
-        return rel_logits
-    return jnp.pad(rel_logits, ((0, 0), (0, 0), (tiling.band_width, 0)))
+        return array
+    return jnp.pad(array, ((0, 0), (0, 0), (tiling.band_width, 0)))
 
 
 def _start(piece: Piece, tile: jax.Array, tiling: Tiling) -> jax.Array:
-    """Returns the distance at which the block of a tile starts."""
+    """Returns the distance at which the block of a tile starts; of a sheared table the column."""
+    if tiling.problem.sheared:
+        last = piece.first_pos + (tiling.token_block - 1) - (tiling.problem.rel_extent - 1)
+        return tile * tiling.block_kv - lax.shift_left(lax.shift_right_arithmetic(last, 3), 3)
     lowest = piece.first_pos - tile * tiling.block_kv - (tiling.block_kv - 1)
     return lax.shift_left(lax.shift_right_arithmetic(lowest, 3), 3)
 
@@ -40,7 +46,7 @@ def fetch_block(rel_logits: Any, block_smem: Any, ready: Any, piece: Piece, tile
     """Starts the copy of the bias block of a tile, [token_block, group, band_width]; it arrives once on `ready`."""
     group, width = tiling.problem.group, tiling.band_width
     # A block wholly outside is zeros wherever it is; keep it near, so that the interpreter's padding can stand for it.
-    limit = -(-tiling.problem.rel_extent // _ALIGNMENT) * _ALIGNMENT
+    limit = sheared_width(tiling.problem.rel_extent)
     start = jnp.clip(_start(piece, tile, tiling), -width, limit)
     if tiling.interpret:
         start = start + width
@@ -50,6 +56,10 @@ def fetch_block(rel_logits: Any, block_smem: Any, ready: Any, piece: Piece, tile
 
 def read_tile(block_smem: Any, piece: Piece, tile: jax.Array, tiling: Tiling) -> jax.Array:
     """Returns the bias of a score tile, [block_kv, columns] in the WGMMA layout."""
+    if tiling.problem.sheared:
+        phase = shift_of(piece.first_pos, tiling.problem.rel_extent)
+        shape = (tiling.block_kv, tiling.columns)
+        return steps.load_columns(block_smem, phase, shape, interpret=tiling.interpret)
     row = mosaic.iota((tiling.columns,), 0, mosaic.WGMMA_COLUMNS)
     if tiling.rows < tiling.columns:
         row = jnp.minimum(row, tiling.rows - 1)
@@ -60,6 +70,9 @@ def read_tile(block_smem: Any, piece: Piece, tile: jax.Array, tiling: Tiling) ->
 
 def read_rows(block_smem: Any, piece: Piece, tile: jax.Array, tiling: RowTiling) -> jax.Array:
     """Returns the bias of a score tile, [64, block_kv] in the WGMMA layout."""
+    if tiling.problem.sheared:
+        phase = shift_of(piece.first_pos, tiling.problem.rel_extent)
+        return steps.load_rows(block_smem, phase, tiling.block_kv, interpret=tiling.interpret)
     row = mosaic.iota((ROWS,), 0, mosaic.WGMMA_ROWS)
     if tiling.rows < ROWS:
         row = jnp.minimum(row, tiling.rows - 1)

@@ -156,7 +156,7 @@ def unsupported(problem: Problem) -> str | None:
         (p.head_dim in (64, 128, 256), f"head_dim must be 64, 128 or 256 on Hopper; got {p.head_dim}."),
         (p.group <= 16, f"num_heads / num_kv_heads must be at most 16 on Hopper; got {p.group}."),
         (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Hopper; got {p.block_size}."),
-        (p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Hopper; got {p.rel_extent}."),
+        (p.sheared or p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Hopper; got {p.rel_extent}."),
         (
             not _has_many_rows(p) or p.head_dim != 256,
             f"head_dim must be 64 or 128 for max_seqlen_q = {p.max_seqlen_q} on Hopper; got {p.head_dim}.",
@@ -175,6 +175,8 @@ def unproven(problem: Problem) -> str | None:
     """Returns why `auto` does not take a problem yet that the kernel should be able to do, or None."""
     if _has_many_rows(problem):
         return f"max_seqlen_q = {problem.max_seqlen_q} takes the prefill kernel, which has not run on a card yet."
+    if problem.sheared:
+        return "a sheared table was interpreted and compiled here, but no kernel has read one on a card yet."
     if problem.layout == "separate":
         return None
     return f"the cache layout {problem.layout!r} was interpreted and compiled here, but has not run on a card yet."

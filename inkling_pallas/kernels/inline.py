@@ -153,32 +153,33 @@ def _wgmma_places(registers: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, 
         yield index, (index[1], 8 * index[0] + index[halves[0]])
 
 
-def _warp() -> Any:
+def warp_in_group() -> Any:
+    """Returns which warp of its warpgroup a thread is in."""
     return arith.remui(arith.divui(utils.thread_idx(), i32(LANES)), i32(THREADS // LANES))
 
 
 def _first_wgmma_row() -> Any:
     lane = arith.remui(utils.thread_idx(), i32(LANES))
-    return arith.addi(arith.muli(_warp(), i32(16)), arith.shrui(lane, i32(2)))
+    return arith.addi(arith.muli(warp_in_group(), i32(16)), arith.shrui(lane, i32(2)))
 
 
 def _store_blocks(ref: Any, base: Any, blocks: list[tuple[int, int, Any]], tiles_across: int) -> None:
     """Stores 2 or 4 blocks, transposed: lane l gives the address of row l % 8 of block l // 8."""
     lane = arith.remui(utils.thread_idx(), i32(LANES))
     mine = arith.andi(arith.shrui(lane, i32(3)), i32(len(blocks) - 1))
-    pick = [_pick(mine, [block[i] for block in blocks]) for i in (0, 1)]
-    row = arith.addi(arith.muli(pick[0], i32(8)), arith.andi(lane, i32(7)))
-    column = arith.addi(arith.muli(pick[1], i32(8)), arith.muli(_warp(), i32(16)))
+    place = [pick(mine, [block[i] for block in blocks]) for i in (0, 1)]
+    row = arith.addi(arith.muli(place[0], i32(8)), arith.andi(lane, i32(7)))
+    column = arith.addi(arith.muli(place[1], i32(8)), arith.muli(warp_in_group(), i32(16)))
     pointer = _swizzled_pointer(ref, base, row, column, tiles_across)
     word = ir.IntegerType.get_signless(32)
     words = [llvm.bitcast(word, register) for _, _, register in blocks]
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
     code = f"stmatrix.sync.aligned.m8n8.x{len(words)}.trans.shared.b16 [$0], {{{names}}};"
     constraints = ",".join(["r"] * (len(words) + 1)) + ",~{memory}"
-    llvm.inline_asm(None, [_shared_address(pointer), *words], code, constraints, has_side_effects=True)
+    llvm.inline_asm(None, [shared_address(pointer), *words], code, constraints, has_side_effects=True)
 
 
-def _pick(index: Any, values: list[int]) -> Any:
+def pick(index: Any, values: list[int]) -> Any:
     """Returns values[index] for a traced index."""
     result = i32(values[0])
     for i, value in enumerate(values[1:], 1):
@@ -186,7 +187,8 @@ def _pick(index: Any, values: list[int]) -> Any:
     return result
 
 
-def _shared_address(pointer: Any) -> Any:
+def shared_address(pointer: Any) -> Any:
+    """Returns the 32-bit address of a place in shared memory."""
     shared = llvm.PointerType.get(3)
     if pointer.type != shared:
         pointer = llvm.addrspacecast(shared, pointer)

@@ -49,6 +49,11 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=_SWIZZLE)
 
 
+def swizzled_rows(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the SMEM type of a matrix operand with rows of 16 16-bit elements: tiles of 8 x 16, 32-byte swizzle."""
+    return plgpu.SMEM(shape, dtype, transforms=(_PLGPU.TilingTransform((8, 16)), _PLGPU.SwizzleTransform(32)))
+
+
 def kernel(body: Any, *, interpret: Any, auto_barriers: bool = True, **kwargs: Any) -> Any:
     """Returns `plgpu.kernel` with this package's compiler parameters.
 
@@ -187,6 +192,12 @@ def clear_rows_outside(ref: Any, begin: jax.Array, end: jax.Array, *, interpret:
     else:
         code = functools.partial(inline.clear_rows_outside, shape=ref.shape)
         call_inline(code, (_SWIZZLED, SCALAR, SCALAR), ref, begin, end)
+
+
+def prefetch_part(ref: Any, part: jax.Array, *, interpret: bool) -> None:
+    """Asks for 128 lines of an int32 array in GMEM, the `part`-th; nothing where that is past its end."""
+    if not interpret:
+        call_inline(scan.prefetch_part, (PLAIN, SCALAR), ref, part)
 
 
 def scan_table(sources: list[Any], table: Any, *, end_of: scan.Rule, facts_of: scan.Rule, interpret: bool) -> None:

@@ -20,6 +20,7 @@ from jax import lax
 from inkling_pallas.kernels.portable_plan import Config, Plan, Tiles, plan
 from inkling_pallas.layouts import read_chunks
 from inkling_pallas.problem import Operands, Problem, Sequences
+from inkling_pallas.sheared import biases_of_rows
 
 __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
 
@@ -106,8 +107,9 @@ def _attend_tiles(
     packed = sequences.q_start[tiles.sequence][:, None] + tiles.first_row[:, None] + row  # [t, q]
     readable = jnp.clip(packed, 0, problem.num_tokens - 1)
     q = _by_kv_head(problem, operands.q[readable])
-    rel_logits = _pad_distances(config, _by_kv_head(problem, operands.rel_logits[readable]))
     position = sequences.first_pos[tiles.sequence] + tiles.first_row  # [t], of row 0
+    biases = biases_of_rows(operands.rel_logits, readable, position[:, None] + row)
+    rel_logits = _pad_distances(config, _by_kv_head(problem, biases))
     newest = (tiles.key_end + (config.block_kv - 1)) // config.block_kv
     biased_steps = jnp.max(newest - tiles.bias_begin // config.block_kv)
     all_steps = jnp.max(newest - tiles.key_begin // config.block_kv)

@@ -1,5 +1,6 @@
 """Mosaic code for the table of lengths: the scan at the start of each kernel, and reading a word. On the card only."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from inkling_pallas.kernels import scalars
-from inkling_pallas.kernels.inline import LANES, i32, plain_pointer
+from inkling_pallas.kernels.inline import LANES, THREADS, i32, plain_pointer
 
 # Keeps the loads of this many groups of 32 sequences in flight.
 _UNROLL = 8
+_LINE = 128  # bytes
 Rule = Callable[..., Any]  # of int32 scalars, in jnp
 _SCANS = (arith.addi, arith.maxsi, arith.maxsi)
 
@@ -22,6 +24,19 @@ def load_word(ref: Any, row: Any, column: Any) -> Any:
     pointer = plain_pointer(ref, utils.memref_ptr(ref), row.registers.item(), column.registers.item(), pitch)
     word = llvm.load(ir.IntegerType.get_signless(32), pointer)
     return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
+
+
+def prefetch_part(ref: Any, part: Any) -> None:
+    """Asks for 128-byte lines of an array in global memory, one a thread of a warpgroup: its `part`-th 128 lines."""
+    memref = ir.MemRefType(ref.type)
+    words = math.prod(memref.shape)
+    lines = -(-words * 4 // _LINE)
+    line = arith.addi(arith.muli(part.registers.item(), i32(THREADS)), arith.remui(utils.thread_idx(), i32(THREADS)))
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.ult, line, i32(lines)))
+    with ir.InsertionPoint(branch.then_block):
+        place = utils.getelementptr(utils.memref_ptr(ref), [arith.muli(line, i32(_LINE // 4))], memref.element_type)
+        llvm.inline_asm(None, [place], "prefetch.global.L2 [$0];", "l", has_side_effects=True)
+        scf.yield_([])
 
 
 def scan_table(*refs: Any, batch: int, end_of: Rule, facts_of: Rule) -> None:

@@ -104,6 +104,11 @@ def fill_table(lengths: Lengths, table_smem: Any, tiling: Tiling) -> Table:
     return table.fill(lengths, table_smem, functools.partial(line_length, tiling=tiling), tiling)
 
 
+def table_on_host(sequences: Sequences, tiling: Tiling) -> Table:
+    """Returns the table of some sequences as `fill_table` would make it."""
+    return table.on_host(sequences, functools.partial(line_length, tiling=tiling))
+
+
 def make_line(table: Table, tiling: Tiling) -> Line:
     """Returns the line of a batch. Shares are lengthened until no unit can be cut into more than num_splits pieces."""
     problem = tiling.problem

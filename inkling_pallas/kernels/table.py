@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -54,6 +55,14 @@ def fill(lengths: Lengths, table_smem: Any, work: Work, tiling: Tiling) -> Table
     )
     plgpu.commit_smem()
     return reader(table_smem, tiling)
+
+
+def on_host(sequences: Sequences, work: Work) -> Table:
+    """Returns the reader of the table that kernels would make of some sequences."""
+    facts, amount = (jax.tree.map(np.asarray, x) for x in work(sequences))
+    running = [np.cumsum(amount), np.maximum.accumulate(facts[0] + facts[1]), np.maximum.accumulate(amount)]
+    words = np.stack([*facts, *running]).astype(np.int32)
+    return Table(lambda row, sequence: jnp.int32(words[row, int(sequence)]))
 
 
 def _facts(

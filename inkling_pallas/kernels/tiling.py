@@ -60,14 +60,22 @@ class Tiling:
         return math.gcd(self.problem.block_size, self.block_kv, largest)
 
     @property
+    def band_span(self) -> int:
+        """Elements of a row that a bias block needs: the keys of a tile, its tokens, and the start's alignment."""
+        if self.problem.sheared:  # Starts of the tokens' rows are at steps of 8.
+            return self.block_kv + (self.token_block + 6) // 8 * 8
+        return self.block_kv + self.token_block + 6
+
+    @property
     def band_width(self) -> int:
-        """Distances in a bias block: those of a tile, of its tokens, and the start's alignment.
+        """Elements of a row of a bias block.
 
         A 128-byte multiple in all.
         """
-        needed = self.block_kv + self.token_block + 6
         step = max(8, 64 // math.gcd(64, self.rows))
-        return -(-needed // step) * step
+        width = -(-self.band_span // step) * step
+        # Rows of 8 modulo 16 elements: the eight that an aligned load takes at once then lie in different banks.
+        return width + 8 if self.problem.sheared and step == 8 and width % 16 == 0 else width
 
     @property
     def whole_units(self) -> bool:
@@ -138,8 +146,8 @@ class RowTiling(Tiling):
 
     @property
     def band_width(self) -> int:
-        """Distances in a bias block: those of a tile, of its tokens, and the start's alignment."""
-        return self._pitch(self.block_kv + self.token_block + 6)
+        """Elements of a row of a bias block."""
+        return self._pitch(self.band_span)
 
     @property
     def shares_ring(self) -> bool:

@@ -1,0 +1,143 @@
+"""Producers of the sheared layout: from a plain table of biases, and straight from the relative query."""
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from inkling_pallas.errors import FLOAT_DTYPES, refuse, require_array, static_bool
+from inkling_pallas.problem import Lengths
+from inkling_pallas.relative import relative_logits
+from inkling_pallas.sequences import place_rows
+from inkling_pallas.sheared import ShearedLogits, row_shifts, shear_rows
+
+PRODUCERS = ("portable", "hopper")
+
+
+def shear(
+    rel_logits: jax.Array,
+    *,
+    cu_seqlens_q: jax.Array,
+    cache_seqlens: jax.Array,
+    kv_offset: jax.Array | None = None,
+    total_seqlens: jax.Array | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> ShearedLogits:
+    """Returns a plain table of biases in the sheared layout, for the call of the operator that has these lengths.
+
+    The lengths say where each row stands, which decides where its keys start: see `inkling_pallas.sheared`.
+
+    Args:
+      rel_logits: bf16, f16 or f32 [num_tokens, num_heads, rel_extent].
+      cu_seqlens_q: int32[batch + 1], as in `inkling_rel_attention`, as are those that follow.
+      cache_seqlens: int32[batch]. Over a context axis: the lengths of whole sequences.
+      kv_offset: int32[batch] or None.
+      total_seqlens: int32[batch] or None.
+      backend: "portable" is plain jnp; "hopper" a kernel for compute capability 9.0, for 16-bit dtypes and extents that
+        are multiples of 8; "auto" takes what has been proved on a card.
+      interpret: run the kernel in the Pallas GPU interpreter.
+
+    Raises:
+      ValueError: for a wrong shape, dtype or backend.
+      NotImplementedError: where the named backend lacks this call.
+
+    Example:
+      >>> sheared = shear(
+      ...     jnp.ones((3, 2, 16)), cu_seqlens_q=jnp.array([0, 3], jnp.int32), cache_seqlens=jnp.array([40], jnp.int32)
+      ... )
+      >>> sheared.table.shape, sheared.shifts.tolist()
+      ((3, 2, 24), [6, 7, 0])
+    """
+    advice = "It is a plain table, from relative_logits()."
+    require_array("rel_logits", rel_logits, ("num_tokens", "num_heads", "rel_extent"), _float_of(rel_logits), advice)
+    num_tokens, _, rel_extent = rel_logits.shape
+    lengths = Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens)
+    shifts = _shifts(lengths, num_tokens, rel_extent)
+    kernel = _kernel(backend, interpret)
+    with jax.named_scope("inkling_shear"):
+        table = shear_rows(rel_logits, shifts) if kernel is None else kernel.shear(rel_logits, shifts, interpret)
+    return ShearedLogits(table=table, shifts=shifts, rel_extent=rel_extent)
+
+
+def sheared_relative_logits(
+    r: jax.Array,
+    proj: jax.Array,
+    tau: jax.Array | None = None,
+    *,
+    cu_seqlens_q: jax.Array,
+    cache_seqlens: jax.Array,
+    kv_offset: jax.Array | None = None,
+    total_seqlens: jax.Array | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> ShearedLogits:
+    """Returns `shear(relative_logits(r, proj, tau), ...)`; with the kernel in one pass, without the plain table.
+
+    Args:
+      r: float[num_tokens, num_heads, d_rel], the relative query.
+      proj: float[d_rel, rel_extent], in the dtype of r.
+      tau: float32[num_tokens] from `log_scaling`, or None.
+      cu_seqlens_q: int32[batch + 1], as in `inkling_rel_attention`, as are those that follow.
+      cache_seqlens: int32[batch]. Over a context axis: the lengths of whole sequences.
+      kv_offset: int32[batch] or None.
+      total_seqlens: int32[batch] or None.
+      backend: as in `shear`; the kernel takes d_rel = 16.
+      interpret: run the kernel in the Pallas GPU interpreter.
+
+    Raises:
+      ValueError: for a wrong shape, dtype or backend.
+      NotImplementedError: where the named backend lacks this call.
+
+    Numerics:
+      The kernel sums in float32 and rounds once, as `relative_logits` does; the order of the 16 terms may differ, so
+      that a bias may be the neighbouring number of its dtype.
+
+    Example:
+      >>> sheared = sheared_relative_logits(
+      ...     jnp.ones((3, 2, 16)), jnp.ones((16, 64)),
+      ...     cu_seqlens_q=jnp.array([0, 3], jnp.int32), cache_seqlens=jnp.array([40], jnp.int32)
+      ... )
+      >>> sheared.table.shape
+      (3, 2, 72)
+    """
+    table = jax.eval_shape(relative_logits, r, proj, tau)
+    num_tokens, _, rel_extent = table.shape
+    shifts = _shifts(Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens), num_tokens, rel_extent)
+    kernel = _kernel(backend, interpret)
+    with jax.named_scope("inkling_sheared_relative_logits"):
+        if kernel is None:
+            sheared = shear_rows(relative_logits(r, proj, tau), shifts)
+        else:
+            sheared = kernel.project(r, proj, tau, shifts, interpret)
+    return ShearedLogits(table=sheared, shifts=shifts, rel_extent=rel_extent)
+
+
+def _float_of(array: Any) -> str:
+    """Returns the dtype's name if it is one to compute with, else what it should be."""
+    name = str(getattr(array, "dtype", ""))
+    return name if name in FLOAT_DTYPES else " or ".join(FLOAT_DTYPES)
+
+
+def _shifts(lengths: Lengths, num_tokens: int, rel_extent: int) -> jax.Array:
+    """Returns the shift of each row after checking the forms of the lengths."""
+    batch = lengths.cache_seqlens.shape[0]
+    for name, array in zip(Lengths._fields, lengths, strict=True):
+        size = batch + 1 if name == "cu_seqlens_q" else batch
+        if array is not None:
+            require_array(name, array, (size,), "int32", "As in inkling_rel_attention.")
+    rows = place_rows(num_tokens, Lengths(*jax.tree.map(jnp.asarray, lengths)))
+    return row_shifts(rows.q_start, rows.q_len, rows.first_pos, num_tokens=num_tokens, rel_extent=rel_extent)
+
+
+def _kernel(backend: str, interpret: Any) -> Any:
+    """Returns the module of kernels to use, or None for plain jnp, which `auto` takes until a card has proved them."""
+    if backend not in ("auto", *PRODUCERS):
+        rule = f"be 'auto' or one of {', '.join(map(repr, PRODUCERS))}"
+        raise refuse("backend", rule, repr(backend), "'auto' takes what has been proved.")
+    if backend != "hopper":
+        if static_bool("interpret", interpret):
+            raise refuse("interpret", "be False without a kernel", interpret, "Name it: backend='hopper'.")
+        return None
+    return importlib.import_module("inkling_pallas.kernels.shear")

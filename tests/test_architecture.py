@@ -49,6 +49,7 @@ LAYERS = (
         "kernels.shear",
         "kernels.write_kv",
     ),
+    ("kernels.prefill_overlap",),
     ("kernels.prefill_tiles",),
     (
         "kernels.buffers",

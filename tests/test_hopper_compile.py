@@ -1,5 +1,6 @@
 """The Hopper kernels lower for a GPU anywhere and compile for sm_90a without one: registers and spills."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -138,3 +139,24 @@ def test_compiles_for_sm_90a_without_spills(name, monkeypatch, capfd):
     assert len(used) == _kernels(problem)
     assert max(used) <= registers
     assert max(spills) <= spilled
+
+
+OVERLAPPED = {
+    "global": (make_problem(64, 8, batch=1, q_len=8192), {"block_kv": 128, "num_stages": 2}),
+    "local": (make_problem(64, 16, batch=1, q_len=4096, local=True), {"block_kv": 64, "num_stages": 3}),
+}
+
+
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_overlapped_products_compile_without_spills_and_stay_asynchronous(name, monkeypatch, capfd):
+    problem, sizes = OVERLAPPED[name]
+    config = dataclasses.replace(
+        hopper.choose_config(problem), overlap=True, constant_offsets=True, prefetches_items=True, **sizes
+    )
+    monkeypatch.setattr(hopper, "choose_config", lambda problem: config)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    lower(problem, absent_card.device()).compile()
+    report = "".join(capfd.readouterr())
+    assert set(re.findall(r"(\d+) bytes spill stores", report)) == {"0"}
+    assert "serialized" not in report

@@ -33,13 +33,15 @@ def test_load(way, dtype, group, pitch, width):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("constant_offsets", [False, True])
 @pytest.mark.parametrize(("keys", "pitch"), [(64, 88), (128, 152)])
-def test_gather_descending(way, keys, pitch):
+def test_gather_descending(way, keys, pitch, constant_offsets):
     x = numbers(64, pitch, dtype=jnp.bfloat16)
 
     def read(ref):
         row = mosaic.iota((64,), 0, mosaic.WGMMA_ROWS)
-        return rows.gather_descending(ref, row * pitch + keys + row // 8, keys, interpret=bool(way))
+        starts = row * pitch + keys + row // 8
+        return rows.gather_descending(ref, starts, keys, interpret=bool(way), constant_offsets=constant_offsets)
 
     row, key = np.arange(64)[:, None], np.arange(keys)[None]
     expected = np.asarray(x, np.float32)[row, keys + row // 8 - key]
@@ -111,3 +113,18 @@ def test_products_from_registers(way, starts):
         scores = a @ b.T + (np.asarray(start, np.float64) if starts else 0)
         expected = 2 * (1 + scores @ b)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_keeps_instructions_in_place_changes_no_value(way):
+    def body(x, out, x_smem, ready):
+        rows.prefetch(x, jnp.int32(3), interpret=bool(way))
+        plgpu.copy_gmem_to_smem(x, x_smem, ready)
+        plgpu.barrier_wait(ready)
+        values = plgpu.load(x_smem, layout=mosaic.WGMMA, optimized=False)
+        rows.stay_before(jnp.abs(values).sum(axis=1), interpret=bool(way))
+        out[...] = values
+
+    x = numbers(64, 64)
+    scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()]
+    expect(run(body, way, result(64, 64), x, scratch=scratch), np.asarray(x))

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic, rows, steps
 from inkling_pallas.kernels.schedule import Piece
-from inkling_pallas.kernels.tiling import ROWS, Tiling
+from inkling_pallas.kernels.tiling import ROWS, RowTiling, Tiling
 from inkling_pallas.sheared import ShearedLogits, sheared_width, shift_of
 
 
@@ -68,7 +68,7 @@ def read_tile(block_smem: Any, piece: Piece, tile: jax.Array, tiling: Tiling) ->
     return mosaic.gather_descending(block_smem, starts, tiling.block_kv, interpret=tiling.interpret)
 
 
-def read_rows(block_smem: Any, piece: Piece, tile: jax.Array, tiling: Tiling) -> jax.Array:
+def read_rows(block_smem: Any, piece: Piece, tile: jax.Array, tiling: RowTiling) -> jax.Array:
     """Returns the bias of a score tile, [64, block_kv] in the WGMMA layout."""
     if tiling.problem.sheared:
         phase = shift_of(piece.first_pos, tiling.problem.rel_extent)
@@ -78,4 +78,10 @@ def read_rows(block_smem: Any, piece: Piece, tile: jax.Array, tiling: Tiling) ->
         row = jnp.minimum(row, tiling.rows - 1)
     distance_of_key_0 = piece.first_pos - tile * tiling.block_kv - _start(piece, tile, tiling)
     starts = row * tiling.band_width + tiling.token_of(row) + distance_of_key_0
-    return rows.gather_descending(block_smem, starts, tiling.block_kv, interpret=tiling.interpret)
+    return rows.gather_descending(
+        block_smem,
+        starts,
+        tiling.block_kv,
+        interpret=tiling.interpret,
+        constant_offsets=tiling.constant_offsets,
+    )

@@ -27,6 +27,10 @@ class Config:
     The prefill kernel also has a number of bias blocks in flight, may start the scores from their bias, and runs in
     clusters of `cluster_size` CTAs that fetch keys for each other. It leaves sequences with few rows to a decode kernel
     of config `few_rows`, if there is one.
+
+    Of the prefill kernel, too, and off by default: `overlap` issues the scores of a KV tile with the values of the one
+    before and runs its softmax beside them; `constant_offsets` reads a bias row from one address;
+    `prefetches_items` fetches the next tile's item early. Without `turns` the warpgroups issue products at any time.
     """
 
     block_kv: int
@@ -36,6 +40,10 @@ class Config:
     band_slots: int = 2
     bias_first: bool = True
     cluster_size: int = 1
+    overlap: bool = False
+    turns: bool = True
+    constant_offsets: bool = False
+    prefetches_items: bool = False
     few_rows: "Config | None" = None
 
 
@@ -60,6 +68,10 @@ def _row_tiling(problem: Problem, config: Config, interpret: bool = False) -> Ro
         bias_first=config.bias_first,
         cluster_size=config.cluster_size,
         cluster_axis="rank" if config.cluster_size > 1 else None,
+        overlap=config.overlap,
+        turns=config.turns,
+        constant_offsets=config.constant_offsets,
+        prefetches_items=config.prefetches_items,
         interpret=interpret,
         fewest_rows=1 if config.few_rows is None else _few_rows(problem).max_seqlen_q + 1,
     )

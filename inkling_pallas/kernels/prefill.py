@@ -21,6 +21,7 @@ from inkling_pallas.kernels import (
     mosaic,
     pages,
     prefill_buffers,
+    prefill_overlap,
     prefill_tiles,
     schedule,
     softmax,
@@ -176,7 +177,8 @@ def _compute(
 
     def attend(tile: Tile, counts: Counts) -> None:
         work = prefill_tiles.Work(tile, counts, worklist.rows_of(tile, place.rank, warpgroup, tiling), warpgroup)
-        state = prefill_tiles.attend_tile(smem, bars, work, tiling)
+        walk = prefill_overlap.attend_tile if tiling.overlap else prefill_tiles.attend_tile
+        state = walk(smem, bars, work, tiling)
         _write_rows(out, lse, state, work.rows, tiling)
 
     worklist.for_each_tile(gmem.work, place.cluster, tiling, attend)

@@ -44,7 +44,7 @@ class Work(NamedTuple):
 def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> softmax.RowState:
     """Returns the softmax state of a warpgroup's rows after the KV tiles of its tile."""
     bands = worklist.bands_of(work.tile, work.rows, tiling)
-    queries = _read_queries(smem, bars, work, tiling)
+    queries = read_queries(smem, bars, work, tiling)
     state = softmax.RowState(
         acc=mosaic.full((ROWS, tiling.problem.head_dim), 0.0, jnp.float32, mosaic.WGMMA),
         top_log2=mosaic.full((ROWS,), -jnp.inf, jnp.float32, mosaic.WGMMA_ROWS),
@@ -62,31 +62,33 @@ def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> so
     ) -> softmax.RowState:
         def step(t: jax.Array, state: softmax.RowState) -> softmax.RowState:
             scores = _scores(smem, bars, queries, work, t, biased, tiling)
-            return _absorb(smem, bars, state, _mask(scores, work.rows, t, left, right, tiling), work, t, tiling)
+            return _absorb(smem, bars, state, mask(scores, work.rows, t, left, right, tiling), work, t, tiling)
 
         return lax.fori_loop(begin, end, step, state)
 
     plgpu.barrier_wait(bars.k_ready.at[work.stage(bands.first, tiling)])
-    pl.when(work.warpgroup == 1)(lambda: _take_turn(work, tiling))
+    pl.when(work.warpgroup == 1)(lambda: take_turn(work, tiling))
     if tiling.problem.window_left is None:
         state = walk(bands.first, bands.biased, state, biased=False)
     else:  # A tile at the left edge of a window may be at the right edge of the keys, too.
         state = walk(bands.first, bands.edge_end, state, biased=True, left=True, right=True)
     state = walk(bands.biased, bands.diagonal, state, biased=True)
     state = walk(bands.diagonal, bands.end, state, biased=True, right=True)
-    pl.when(work.warpgroup == 0)(lambda: _pass_turn(work, tiling))
+    pl.when(work.warpgroup == 0)(lambda: pass_turn(work, tiling))
     return state
 
 
-def _take_turn(work: Work, tiling: RowTiling) -> None:
-    rows.take_turn(work.turn(work.warpgroup), interpret=tiling.interpret)
+def take_turn(work: Work, tiling: RowTiling) -> None:
+    """Waits until the other warpgroup has issued its products."""
+    rows.take_turn(work.turn(work.warpgroup), interpret=tiling.interpret or not tiling.turns)
 
 
-def _pass_turn(work: Work, tiling: RowTiling) -> None:
-    rows.pass_turn(work.turn(1 - work.warpgroup), interpret=tiling.interpret)
+def pass_turn(work: Work, tiling: RowTiling) -> None:
+    """Lets the other warpgroup issue its products."""
+    rows.pass_turn(work.turn(1 - work.warpgroup), interpret=tiling.interpret or not tiling.turns)
 
 
-def _read_queries(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> jax.Array:
+def read_queries(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> jax.Array:
     """Returns query rows, [64, head_dim] in the WGMMA layout, scaled if that is exact.
 
     Waits on band_ready and arrives on band_free where q shares the ring, else on q_ready and q_free.
@@ -113,11 +115,11 @@ def _scores(
     Waits on band_ready, arrives on band_free and k_free.
     """
     stage = work.stage(t, tiling)
-    start = _read_bias(smem, bars, work, t, tiling) if biased and tiling.starts_from_bias else None
+    start = read_bias(smem, bars, work, t, tiling) if biased and tiling.starts_from_bias else None
 
     def meanwhile() -> jax.Array | None:
-        _pass_turn(work, tiling)
-        return _read_bias(smem, bars, work, t, tiling) if biased and start is None else None
+        pass_turn(work, tiling)
+        return read_bias(smem, bars, work, t, tiling) if biased and start is None else None
 
     scores, bias = rows.scores_of(
         queries, smem.k.at[stage], start=start, meanwhile=meanwhile, interpret=tiling.interpret
@@ -128,7 +130,7 @@ def _scores(
     return scores if bias is None else scores + bias
 
 
-def _read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowTiling) -> jax.Array:
+def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowTiling) -> jax.Array:
     """Returns the bias of a score tile. Waits on band_ready, arrives on band_free."""
     slot = work.band_slot(t, tiling)
     index = slot * WARPGROUPS + work.warpgroup
@@ -139,7 +141,7 @@ def _read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: Row
     return bias.astype(jnp.float32)
 
 
-def _mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: RowTiling) -> jax.Array:
+def mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: RowTiling) -> jax.Array:
     """Returns the scores with -inf at keys that a row does not see, on the sides asked for."""
     if not left and not right:
         return scores
@@ -162,8 +164,8 @@ def _absorb(
     # Nothing of the softmax may sink into the turn: the other warpgroup waits for it.
     state, weights, low = lax.optimization_barrier((state, weights, weights.astype(jnp.dtype(tiling.problem.dtype))))
     plgpu.barrier_wait(bars.v_ready.at[stage])
-    _clear_dead_keys(smem, bars, work, t, tiling)
-    _take_turn(work, tiling)
+    clear_dead_keys(smem, bars, work, t, tiling)
+    take_turn(work, tiling)
 
     def meanwhile(weight: jax.Array) -> jax.Array:
         weight = weight + weights.sum(axis=1)
@@ -178,7 +180,7 @@ def _absorb(
     return state._replace(acc=acc, weight=weight)
 
 
-def _clear_dead_keys(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowTiling) -> None:
+def clear_dead_keys(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowTiling) -> None:
     """Has warpgroup 0 clear the V rows that no row of the sequence sees, in the few tiles that have some.
 
     Warpgroup 0 arrives on v_clear, warpgroup 1 waits on it.

@@ -90,6 +90,48 @@ def add_product(
     return run((_PLGPU.ACC.init(acc), other))
 
 
+def both_products(
+    x: jax.Array,
+    keys: Any,
+    acc: jax.Array,
+    weights: jax.Array,
+    values: Any,
+    *,
+    issued: Callable[[], None],
+    absorb: Callable[[jax.Array], Any],
+    interpret: bool,
+) -> tuple[jax.Array, Any]:
+    """Returns acc + weights @ values and absorb(x @ keys.T), which runs while the former product does.
+
+    Args:
+      x: 16-bit[64, head_dim] in the WGMMA layout.
+      keys: [keys, head_dim] in SMEM, a matrix operand.
+      acc: float32[64, head_dim] in the WGMMA layout.
+      weights: 16-bit[64, keys] in the WGMMA layout.
+      values: [keys, head_dim] in SMEM, a matrix operand.
+      issued: runs after both products were issued.
+      absorb: takes float32[64, keys] once they are there; returns register arrays.
+      interpret: use the twin.
+    """
+    if interpret:
+        scores = _product(x, keys, transposed=True)
+        issued()
+        return acc + _product(weights, values, transposed=False), absorb(scores)
+
+    def multiply(scores_ref: Any, acc_ref: Any) -> tuple[jax.Array, Any]:
+        acc_ref[...] = acc
+        plgpu.wgmma(scores_ref, x, keys.T)
+        plgpu.wgmma(acc_ref, weights, values)
+        issued()
+        # Arithmetic on the scores may not rise above the wait for them, nor sink below that for the other product.
+        scores = lax.optimization_barrier(_PLGPU.wgmma_accumulator_load(scores_ref, wait_n=1))
+        absorbed = lax.optimization_barrier(absorb(scores))
+        return acc_ref[...], absorbed
+
+    types = [_PLGPU.ACC(shape, jnp.float32) for shape in ((x.shape[0], keys.shape[0]), acc.shape)]
+    return pl.run_scoped(multiply, *types)
+
+
 def load(ref: Any, rows: int, width: int, *, interpret: bool) -> jax.Array:
     """Returns [64, width] in the WGMMA layout: the beginnings of rows of plain 16-bit SMEM, the last one repeated.
 
@@ -106,7 +148,9 @@ def load(ref: Any, rows: int, width: int, *, interpret: bool) -> jax.Array:
     return call_inline(code, (PLAIN,), ref, result=result_type((64, width), ref.dtype, WGMMA))
 
 
-def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool) -> jax.Array:
+def gather_descending(
+    ref: Any, starts: jax.Array, keys: int, *, interpret: bool, constant_offsets: bool = False
+) -> jax.Array:
     """Returns [64, keys] in the WGMMA layout with element (r, k) at flat position starts[r] - k of plain SMEM.
 
     Args:
@@ -114,12 +158,13 @@ def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool
       starts: int32[64] in the reduced WGMMA layout.
       keys: a multiple of 8.
       interpret: use the twin.
+      constant_offsets: from one address a row, else an address an element.
     """
     shape = (starts.shape[0], keys)
     if interpret:
         key = lax.broadcasted_iota(jnp.int32, shape, 1)
         return ref[...].reshape(-1)[lax.broadcast_in_dim(starts, shape, (0,)) - key]
-    code = functools.partial(inline_rows.gather_descending, shape=shape)
+    code = functools.partial(inline_rows.gather_descending, shape=shape, constant_offsets=constant_offsets)
     return call_inline(code, (PLAIN, WGMMA_ROWS), ref, starts, result=result_type(shape, ref.dtype, WGMMA))
 
 
@@ -159,6 +204,18 @@ def release_reads(*, interpret: bool) -> None:
         plgpu.commit_smem()
     else:
         call_inline(inline_rows.fence_async_proxy, ())
+
+
+def prefetch(ref: Any, row: jax.Array, *, interpret: bool) -> None:
+    """Fetches the cache line of the first element of a row in global memory."""
+    if not interpret:
+        call_inline(inline_rows.prefetch, (PLAIN, SCALAR), ref, row)
+
+
+def stay_before(x: jax.Array, *, interpret: bool) -> None:
+    """Keeps what float32[64] x in the reduced WGMMA layout, never negative, needs before what follows."""
+    if not interpret:
+        call_inline(inline_rows.stay_before, (WGMMA_ROWS,), x)
 
 
 def pass_turn(barrier: jax.Array, *, interpret: bool) -> None:

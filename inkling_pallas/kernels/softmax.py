@@ -89,11 +89,19 @@ def along_rows(x: jax.Array, width: int) -> jax.Array:
 
 def absorb_rows(state: RowState, scores: jax.Array) -> tuple[RowState, jax.Array]:
     """Returns the state rescaled to a tile's scores in natural units, without its values, and the tile's weights."""
-    top = jnp.maximum(state.top_log2, scores.max(axis=1) * LOG2_E)
-    reference = finite(top)
-    decay = jnp.exp2(state.top_log2 - reference)
-    weights = jnp.exp2(scores * LOG2_E - along_rows(reference, scores.shape[1]))
+    top, decay, weights = weigh_rows(state.top_log2, scores)
     return RowState(state.acc * along_rows(decay, state.acc.shape[1]), top, state.weight * decay), weights
+
+
+def weigh_rows(top_log2: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the largest score so far, what earlier weights are to be multiplied by, and a tile's weights.
+
+    Scores are in natural units.
+    """
+    top = jnp.maximum(top_log2, scores.max(axis=1) * LOG2_E)
+    reference = finite(top)
+    decay = jnp.exp2(top_log2 - reference)
+    return top, decay, jnp.exp2(scores * LOG2_E - along_rows(reference, scores.shape[1]))
 
 
 def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:

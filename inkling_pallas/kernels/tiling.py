@@ -112,6 +112,10 @@ class RowTiling(Tiling):
     bias_first: bool = (
         True  # the accumulator of the scores starts from the bias; else that is added while they are computed
     )
+    overlap: bool = False  # the softmax of a KV tile runs beside the product with the values of the one before
+    turns: bool = True  # the two warpgroups of a CTA take turns on the tensor core
+    constant_offsets: bool = False  # the bias of a row is read at constant offsets from one address
+    prefetches_items: bool = False  # the words of the next tile are fetched into the cache at the start of a tile
 
     @property
     def token_block(self) -> int:

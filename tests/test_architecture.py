@@ -60,6 +60,7 @@ LAYERS = (
     ),
     ("kernels.worklist",),
     ("kernels.schedule", "kernels.softmax"),
+    ("kernels.shares",),
     ("kernels.rows", "kernels.steps", "kernels.table"),
     ("kernels.mosaic",),
     ("kernels.inline_rows", "kernels.inline_steps", "kernels.scan", "kernels.shear_tiles", "kernels.tiling"),

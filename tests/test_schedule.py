@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkling_pallas.kernels import schedule
+from inkling_pallas.kernels import schedule, shares
 from inkling_pallas.kernels.tiling import MAX_COLUMNS, Tiling
 from inkling_pallas.problem import Problem, Sequences
 
@@ -110,14 +110,14 @@ def test_far_tiles_are_those_without_a_distance_inside_the_extent(first_pos, ext
 @given(length=st.integers(0, 400), ctas=st.integers(1, 40))
 @settings(max_examples=60)
 def test_shares_are_equal_and_a_position_finds_its_own(length, ctas):
-    line = schedule.share_line(jnp.int32(length), ctas)
-    starts = np.asarray(schedule.share_start(line, jnp.arange(ctas + 1)))
+    line = shares.share_line(jnp.int32(length), ctas)
+    starts = np.asarray(shares.share_start(line, jnp.arange(ctas + 1)))
     assert (starts[0], starts[-1]) == (0, length)
     sizes = np.diff(starts)[: min(length, ctas)]
     assert sizes.size == 0 or sizes.max() - sizes.min() <= 1
     if length:
         positions = np.arange(length)
-        owners = np.asarray(schedule.share_of(line, jnp.asarray(positions)))
+        owners = np.asarray(shares.share_of(line, jnp.asarray(positions)))
         assert ((starts[owners] <= positions) & (positions < starts[owners + 1])).all()
 
 
@@ -161,7 +161,17 @@ def test_pieces_cover_every_unit_once_and_in_order(name, splits, ctas):
         assert splits is None or len(cut) <= splits
     counts = [sum(p.end - p.begin for p in mine) for mine in pieces if mine]
     if splits is None and counts:
-        assert max(counts) - min(counts) <= 1
+        slack = 0 if tiling.problem.window_left is None else 128 // tiling.block_kv
+        assert max(counts) <= -(-sum(counts) // ctas) + slack
+
+
+def test_units_of_one_length_are_not_cut_where_whole_ones_fill_the_ctas():
+    tiling = make_tiling(16, ctas=8, window=127)
+    for kv_len, whole in ((1000, True), (100, True), (1, True)):
+        pieces = all_pieces(make_table(tiling, [1] * 16, [kv_len] * 16), tiling)
+        assert whole == all(piece.end - piece.begin == piece.tiles for mine in pieces for piece in mine)
+    few = all_pieces(make_table(tiling, [1] * 3 + [0] * 13, [1000] * 16), tiling)  # 6 units, 3 tiles each
+    assert max(sum(piece.end - piece.begin for piece in mine) for mine in few) <= 3
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import epilogue, mosaic, schedule, softmax
+from inkling_pallas.kernels import epilogue, mosaic, schedule, shares, softmax
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.table import smem_type
 from inkling_pallas.kernels.tiling import Tiling
@@ -136,19 +136,19 @@ def _find_cut(lengths: Lengths, table_smem: Any, shape: Shape, tiling: Tiling) -
     Every CTA must, or this kernel could end first.
     """
     table, index = schedule.fill_table(lengths, table_smem, tiling), lax.axis_index("merge")
-    line = schedule.make_line(table, tiling)
+    line = shares.make_line(table, tiling)
     if shape.by_unit:
         per_sequence = tiling.problem.num_kv_heads * tiling.token_blocks
         span = schedule.sequence_at(table, lax.div(index, per_sequence), tiling)
         unit = schedule.unit_of(span, lax.rem(index, per_sequence), tiling)
-        first = schedule.share_of(line, unit.base)
+        first = shares.share_of(line, unit.base)
         mine = (unit.tokens > 0) & (unit.head < tiling.problem.num_kv_heads)
     else:
-        position = schedule.share_start(line, index + 1)
+        position = shares.share_start(line, index + 1)
         span, unit = schedule.unit_at(table, position, tiling)
         first = index
-        mine = (position > unit.base) & (schedule.share_start(line, index) <= unit.base) & (position < line.length)
-    last = schedule.share_of(line, unit.base + span.unit_length - 1)
+        mine = (position > unit.base) & (shares.share_start(line, index) <= unit.base) & (position < line.length)
+    last = shares.share_of(line, unit.base + span.unit_length - 1)
     mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
     return Cut(unit, first, last - first + 1, mine & (last > first))
 

@@ -91,7 +91,7 @@ def _passed_over(layout: str, arrays: tuple[jax.Array, ...], num_tokens: int) ->
     """Returns whether `auto` leaves a write to the scatter on a device that has a kernel."""
     kernel = load_backend("write_kv")
     writing = kernel.describe(arrays, layout, num_tokens)
-    return (kernel.unsupported(writing) or kernel.unproven(writing)) is not None
+    return kernel.unsupported(writing) is not None or not kernel.is_worth_it(writing)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -39,6 +39,7 @@ LAYERS = (
     ("relative",),
     ("splits",),
     ("kernels.__init__", "kernels.portable", "kernels.hopper", "kernels.blackwell"),
+    ("kernels.hopper_configs",),
     ("kernels.prefill_launch",),
     (
         "kernels.combine",

@@ -16,7 +16,7 @@ from inkling_pallas.testing import row_errors
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
 
 _DECODE = hopper.Config(block_kv=64, num_stages=2, num_ctas=2)
-_PREFILL = hopper.Config(block_kv=64, num_stages=2, num_ctas=1, program="prefill", bias_first=False)
+_PREFILL = hopper.Config(block_kv=64, num_stages=2, num_ctas=1, program="prefill")
 
 
 def small(name, q_lens, kv_lens, **facts):

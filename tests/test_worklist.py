@@ -39,9 +39,7 @@ def make_tiling(batch, *, tokens=64, group=8, window=None, max_q=64, ctas=7, blo
         out_dtype="bfloat16",
         return_lse=False,
     )
-    return RowTiling(
-        problem=problem, block_kv=block_kv, num_stages=2, num_ctas=ctas, band_slots=2, bias_first=False, interpret=True
-    )
+    return RowTiling(problem=problem, block_kv=block_kv, num_stages=2, num_ctas=ctas, band_slots=2, interpret=True)
 
 
 def make_list(tiling, q_lens, kv_lens):

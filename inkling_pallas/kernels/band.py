@@ -78,10 +78,4 @@ def read_rows(block_smem: Any, piece: Piece, tile: jax.Array, tiling: RowTiling)
         row = jnp.minimum(row, tiling.rows - 1)
     distance_of_key_0 = piece.first_pos - tile * tiling.block_kv - _start(piece, tile, tiling)
     starts = row * tiling.band_width + tiling.token_of(row) + distance_of_key_0
-    return rows.gather_descending(
-        block_smem,
-        starts,
-        tiling.block_kv,
-        interpret=tiling.interpret,
-        constant_offsets=tiling.constant_offsets,
-    )
+    return rows.gather_descending(block_smem, starts, tiling.block_kv, interpret=tiling.interpret)

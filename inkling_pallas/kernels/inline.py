@@ -41,10 +41,12 @@ def gather_descending(ref: Any, starts: Any, *, shape: tuple[int, int]) -> Any:
     kind, first = ir.VectorType.get((2,), element), _first_wgmma_row()
     zero = fragmented_array.FragmentedArray.splat(utils.c(0.0, element), shape, fragmented_array.WGMMA_LAYOUT)
     registers = np.array(zero.registers, dtype=object, copy=True)
-    columns = [[arith.subi(_lane(pair, i), first) for i in (0, 1)] for pair in starts.registers.flat]
+    columns = [
+        [utils.getelementptr(base, [arith.subi(_lane(pair, i), first)], element) for i in (0, 1)]
+        for pair in starts.registers.flat
+    ]
     for index, (column, rows) in _wgmma_places(registers):
-        places = [arith.subi(start, i32(8 * rows)) for start in columns[column]]
-        pointers = [utils.getelementptr(base, [place], element) for place in places]
+        pointers = [utils.getelementptr(start, [-8 * rows], element) for start in columns[column]]
         registers[index] = _load_vector(kind, pointers, shared=False)
     return fragmented_array.FragmentedArray(_registers=registers, _layout=zero.layout, _is_signed=None)
 

@@ -71,23 +71,18 @@ def load(ref: Any, *, rows: int, width: int) -> Any:
     return _wrap(registers, layout)
 
 
-def gather_descending(ref: Any, starts: Any, *, shape: tuple[int, int], constant_offsets: bool = False) -> Any:
-    """Returns ref.flat[starts[r] - k] for element (r, k), with constant_offsets from one address a row."""
+def gather_descending(ref: Any, starts: Any, *, shape: tuple[int, int]) -> Any:
+    """Returns ref.flat[starts[r] - k] for element (r, k): one address a row, constant offsets from it."""
     base, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
     registers, layout = _empty(shape, element)
     first_column = arith.muli(_quad_lane(), i32(2))
     origins = [arith.subi(start, first_column) for start in _per_row(starts)]
     addresses = [utils.getelementptr(base, [origin], element) for origin in origins]
-
-    def address(half: int, offset: int) -> Any:
-        if constant_offsets:
-            return utils.getelementptr(addresses[half], [-offset], element)
-        return utils.getelementptr(base, [arith.subi(origins[half], i32(offset))], element)
-
     for index, block, half in _places(registers):
         pair = llvm.mlir_undef(ir.VectorType.get((2,), element))
         for i in (0, 1):
-            pair = vector.insert(llvm.load(element, address(half, 8 * block + i)), pair, [], [i])
+            place = utils.getelementptr(addresses[half], [-8 * block - i], element)
+            pair = vector.insert(llvm.load(element, place), pair, [], [i])
         registers[index] = pair
     return _wrap(registers, layout)
 
@@ -157,12 +152,6 @@ def _shuffle_xor(value: Any, mask: int) -> Any:
 def fence_async_proxy() -> None:
     """Orders a thread's generic accesses of shared memory before later ones of the copy engine."""
     llvm.inline_asm(None, [], "fence.proxy.async.shared::cta;", "~{memory}", has_side_effects=True)
-
-
-def prefetch(ref: Any, row: Any) -> None:
-    """Fetches the cache line of a row's first element in global memory."""
-    pointer = plain_pointer(ref, utils.memref_ptr(ref), row.registers.item(), i32(0), ir.MemRefType(ref.type).shape[-1])
-    llvm.inline_asm(None, [pointer], "prefetch.global.L1 [$0];", "l", has_side_effects=True)
 
 
 def stay_before(x: Any) -> None:

@@ -80,12 +80,12 @@ def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> so
 
 def take_turn(work: Work, tiling: RowTiling) -> None:
     """Waits until the other warpgroup has issued its products."""
-    rows.take_turn(work.turn(work.warpgroup), interpret=tiling.interpret or not tiling.turns)
+    rows.take_turn(work.turn(work.warpgroup), interpret=tiling.interpret)
 
 
 def pass_turn(work: Work, tiling: RowTiling) -> None:
     """Lets the other warpgroup issue its products."""
-    rows.pass_turn(work.turn(1 - work.warpgroup), interpret=tiling.interpret or not tiling.turns)
+    rows.pass_turn(work.turn(1 - work.warpgroup), interpret=tiling.interpret)
 
 
 def read_queries(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> jax.Array:
@@ -115,14 +115,13 @@ def _scores(
     Waits on band_ready, arrives on band_free and k_free.
     """
     stage = work.stage(t, tiling)
-    start = read_bias(smem, bars, work, t, tiling) if biased and tiling.starts_from_bias else None
 
     def meanwhile() -> jax.Array | None:
         pass_turn(work, tiling)
-        return read_bias(smem, bars, work, t, tiling) if biased and start is None else None
+        return read_bias(smem, bars, work, t, tiling) if biased else None
 
     scores, bias = rows.scores_of(
-        queries, smem.k.at[stage], start=start, meanwhile=meanwhile, interpret=tiling.interpret
+        queries, smem.k.at[stage], start=None, meanwhile=meanwhile, interpret=tiling.interpret
     )
     plgpu.barrier_arrive(bars.k_free.at[stage])
     if not tiling.scales_queries:

@@ -148,9 +148,7 @@ def load(ref: Any, rows: int, width: int, *, interpret: bool) -> jax.Array:
     return call_inline(code, (PLAIN,), ref, result=result_type((64, width), ref.dtype, WGMMA))
 
 
-def gather_descending(
-    ref: Any, starts: jax.Array, keys: int, *, interpret: bool, constant_offsets: bool = False
-) -> jax.Array:
+def gather_descending(ref: Any, starts: jax.Array, keys: int, *, interpret: bool) -> jax.Array:
     """Returns [64, keys] in the WGMMA layout with element (r, k) at flat position starts[r] - k of plain SMEM.
 
     Args:
@@ -158,13 +156,12 @@ def gather_descending(
       starts: int32[64] in the reduced WGMMA layout.
       keys: a multiple of 8.
       interpret: use the twin.
-      constant_offsets: from one address a row, else an address an element.
     """
     shape = (starts.shape[0], keys)
     if interpret:
         key = lax.broadcasted_iota(jnp.int32, shape, 1)
         return ref[...].reshape(-1)[lax.broadcast_in_dim(starts, shape, (0,)) - key]
-    code = functools.partial(inline_rows.gather_descending, shape=shape, constant_offsets=constant_offsets)
+    code = functools.partial(inline_rows.gather_descending, shape=shape)
     return call_inline(code, (PLAIN, WGMMA_ROWS), ref, starts, result=result_type(shape, ref.dtype, WGMMA))
 
 
@@ -204,12 +201,6 @@ def release_reads(*, interpret: bool) -> None:
         plgpu.commit_smem()
     else:
         call_inline(inline_rows.fence_async_proxy, ())
-
-
-def prefetch(ref: Any, row: jax.Array, *, interpret: bool) -> None:
-    """Fetches the cache line of the first element of a row in global memory."""
-    if not interpret:
-        call_inline(inline_rows.prefetch, (PLAIN, SCALAR), ref, row)
 
 
 def stay_before(x: jax.Array, *, interpret: bool) -> None:

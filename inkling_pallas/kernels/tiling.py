@@ -109,13 +109,7 @@ class RowTiling(Tiling):
 
     cluster_size: int = 1
     band_slots: int = 2
-    bias_first: bool = (
-        True  # the accumulator of the scores starts from the bias; else that is added while they are computed
-    )
     overlap: bool = False  # the softmax of a KV tile runs beside the product with the values of the one before
-    turns: bool = True  # the two warpgroups of a CTA take turns on the tensor core
-    constant_offsets: bool = False  # the bias of a row is read at constant offsets from one address
-    prefetches_items: bool = False  # the words of the next tile are fetched into the cache at the start of a tile
 
     @property
     def token_block(self) -> int:
@@ -178,8 +172,3 @@ class RowTiling(Tiling):
         """True if the softmax scale goes into the query rows, which is exact: a power of two, and enough exponents."""
         scale = self.problem.softmax_scale
         return self.problem.dtype == "bfloat16" and scale > 0 and math.frexp(scale)[0] == 0.5
-
-    @property
-    def starts_from_bias(self) -> bool:
-        """True if products of scaled queries are added to the bias."""
-        return self.bias_first and self.scales_queries

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.kernels import rows, schedule
+from inkling_pallas.kernels import schedule
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.table import Table
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
@@ -81,19 +81,13 @@ def for_each_tile(
     heads, clusters = tiling.problem.num_kv_heads, tiling.num_clusters
     total = table_of(work.table).at(4, tiling.problem.batch_size - 1) * heads
 
-    def place_of(turn: jax.Array) -> jax.Array:
-        return turn * clusters + jnp.where(lax.rem(turn, 2) == 0, cluster, clusters - 1 - cluster)
-
     def visit(turn: jax.Array, counts: Counts) -> Counts:
-        place = place_of(turn)
+        place = turn * clusters + jnp.where(lax.rem(turn, 2) == 0, cluster, clusters - 1 - cluster)
         return lax.cond(place < total, lambda: attend(place, counts), lambda: counts)
 
     def attend(place: jax.Array, counts: Counts) -> Counts:
         row = lax.div(place, heads)
         tile = tile_of(Item(*(work.items[row, i] for i in range(len(Item._fields)))), lax.rem(place, heads), tiling)
-        if tiling.prefetches_items:
-            following = lax.div(place_of(counts.tiles + 1), heads)
-            rows.prefetch(work.items, jnp.minimum(following, tiling.max_items - 1), interpret=tiling.interpret)
         body(tile, counts)
         return Counts(
             kv_tiles=counts.kv_tiles + tile.piece.tiles,

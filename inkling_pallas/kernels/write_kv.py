@@ -23,6 +23,7 @@ _WARPS = 4  # two runs of tokens, each of K and of V
 _RUN_BYTES = 8 * 1024  # of a warp: a CTA takes 32 KiB, and six share an SM
 _MAX_RUN = 16  # copies that a warp issues are unrolled
 _MANY_CTAS = 4 * 132  # short runs for few tokens, so that all SMs take part
+_MANY_TOKENS = 1024
 _SMEM_ALIGNMENT = 128  # of the start of a copy
 _MAX_BOX = 256  # elements of a copy along an axis
 
@@ -64,10 +65,9 @@ def unsupported(writing: Writing) -> str | None:
     return next((f'{sentence} Use backend="portable".' for holds, sentence in rules if not holds), None)
 
 
-def unproven(writing: Writing) -> str | None:
-    """Returns why `auto` does not take the kernel yet for what it should be able to do, or None."""
-    del writing
-    return "the write kernel was interpreted and compiled here, but has not run on a card yet."
+def is_worth_it(writing: Writing) -> bool:
+    """Returns whether `auto` takes the kernel where it can: not for few tokens, of which no measurement is here yet."""
+    return writing.num_tokens >= _MANY_TOKENS
 
 
 def write(

@@ -1,0 +1,138 @@
+"""Which tiles a problem gets on sm_90: tuning choices, what fits, and the order of measurements on an H200."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from inkling_pallas.kernels import buffers, prefill_launch
+from inkling_pallas.kernels.tiling import RowTiling, Tiling
+from inkling_pallas.problem import Problem
+
+_SMEM_BYTES = 227 * 1024
+_SMEM_ALIGNMENT = 1024
+_FEWEST_COLUMNS = 8  # of a matrix product
+_MANY_TILES = 4  # of a CTA of the prefill kernel: from here on in clusters
+_MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tuning choices: keys of a tile, tiles in flight, CTAs (one per SM), and which kernel.
+
+    The prefill kernel also has a number of bias blocks in flight, and runs in clusters of `cluster_size` CTAs that
+    fetch keys for each other. With `overlap` it issues the scores of a KV tile together with the values of the one
+    before, so that its softmax runs beside those. It leaves sequences with few rows to a decode kernel of config
+    `few_rows`, if there is one.
+    """
+
+    block_kv: int
+    num_stages: int
+    num_ctas: int = 132
+    program: Literal["decode", "prefill"] = "decode"
+    band_slots: int = 2
+    cluster_size: int = 1
+    overlap: bool = False
+    few_rows: "Config | None" = None
+
+
+def tiling_of(problem: Problem, config: Config, interpret: bool = False, **more: Any) -> Tiling:
+    """Returns how the decode kernel cuts a problem; `more` are further fields of Tiling."""
+    return Tiling(
+        problem=problem,
+        block_kv=config.block_kv,
+        num_stages=config.num_stages,
+        num_ctas=config.num_ctas,
+        interpret=interpret,
+        **more,
+    )
+
+
+def row_tiling_of(problem: Problem, config: Config, interpret: bool = False) -> RowTiling:
+    """Returns how the prefill kernel cuts a problem."""
+    return RowTiling(
+        problem=problem,
+        block_kv=config.block_kv,
+        num_stages=config.num_stages,
+        num_ctas=config.num_ctas,
+        band_slots=config.band_slots,
+        cluster_size=config.cluster_size,
+        cluster_axis="rank" if config.cluster_size > 1 else None,
+        overlap=config.overlap,
+        interpret=interpret,
+        fewest_rows=1 if config.few_rows is None else few_rows_of(problem).max_seqlen_q + 1,
+    )
+
+
+def _fits(tiling: Tiling) -> bool:
+    """True if the buffers fit a CTA's shared memory, each aligned as the compiler aligns it."""
+    types = jax.tree.leaves(buffers.smem_types(tiling), is_leaf=lambda x: hasattr(x, "shape"))
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in types]
+    used = sum(-(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT for size in sizes)
+    return used + 2 * _SMEM_ALIGNMENT + 2048 <= _SMEM_BYTES
+
+
+def candidates(problem: Problem) -> list[Config]:
+    """Returns configurations from the fastest on.
+
+    Large copies are better, but not where large tiles leave CTAs without one, or many columns fill the registers
+    with scores.
+    """
+    if has_many_rows(problem):
+        return _prefill_candidates(problem)
+    shapes = [(128, 3), (64, 6), (128, 2), (64, 5), (64, 4), (64, 3), (64, 2)]
+    configs = [Config(block_kv=block_kv, num_stages=stages) for block_kv, stages in shapes]
+    tilings = [tiling_of(problem, config) for config in configs]
+    small = tilings[0].columns > 32 or _most_tiles(tilings[0]) <= tilings[0].num_ctas
+    return [c for c, t in zip(configs, tilings, strict=True) if _fits(t) and (t.block_kv == 64 or not small)]
+
+
+def has_many_rows(problem: Problem) -> bool:
+    """True if sequences may have more query rows than the decode kernel takes."""
+    return problem.max_seqlen_q * problem.group > _MAX_ROWS
+
+
+def few_rows_of(problem: Problem) -> Problem:
+    """Returns the problem of those sequences whose rows fit the fewest columns of a product of the decode kernel."""
+    tokens = 1 << max(1, _FEWEST_COLUMNS // problem.group).bit_length() - 1
+    return dataclasses.replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
+
+
+def _prefill_candidates(problem: Problem) -> list[Config]:
+    """Returns configurations of the prefill kernel from the fastest on.
+
+    Large tiles need fewer copies and products, but under a window they hold more keys that no row sees. Clusters fetch
+    each key once for two CTAs, and share out few tiles less evenly. NVIDIA H200, jax 0.11.2, 2026-11-30, one run each:
+    8,192 tokens, global: 1,917 us, with overlap 1,890; local: 376 us, with overlap 392, with large tiles 382. Clusters:
+    global 2,014 -> 1,995, local 401 -> 394.
+    """
+    wide = [(128, 2, 2, True), (128, 2, 1, True)]
+    narrow = [(64, 3, 3, False), (64, 3, 2, False), (64, 2, 2, False)]
+    shapes = wide + narrow if problem.window_left is None else narrow + wide
+    few_rows = next(iter(candidates(few_rows_of(problem))), None) if problem.batch_size > 1 else None
+    configs = [
+        Config(
+            program="prefill",
+            block_kv=block_kv,
+            num_stages=stages,
+            band_slots=slots,
+            overlap=overlap,
+            few_rows=few_rows,
+        )
+        for block_kv, stages, slots, overlap in shapes
+    ]
+    tiling = row_tiling_of(problem, configs[0])
+    if tiling.max_items * problem.num_kv_heads >= _MANY_TILES * tiling.num_ctas:
+        configs = [dataclasses.replace(config, cluster_size=2) for config in configs]
+    return [config for config in configs if prefill_launch.fits(row_tiling_of(problem, config))]
+
+
+def _most_tiles(tiling: Tiling) -> int:
+    """Returns how many tiles the static facts allow at most."""
+    problem = tiling.problem
+    keys = problem.max_kv_len
+    if problem.window_left is not None:
+        keys = min(keys, problem.window_left + problem.max_seqlen_q)
+    return problem.batch_size * problem.num_kv_heads * tiling.token_blocks * -(-keys // tiling.block_kv)

@@ -1,16 +1,24 @@
-"""A progress bar and a table on the terminal: rich where it is installed, plain lines where it is not."""
+"""A progress bar and a table on the terminal: rich where it is installed, plain lines where it is not.
+
+Progress is told in lines, too, where stdout is no terminal: a log shows what a bar would not.
+"""
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 _HAS_RICH = importlib.util.find_spec("rich") is not None
 
 
+def _draws_bars() -> bool:
+    return _HAS_RICH and sys.stdout.isatty()
+
+
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function to call with a label before each of `total` steps."""
-    if _HAS_RICH:
+    if _draws_bars():
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -33,7 +41,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 @contextlib.contextmanager
 def meter(title: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """Yields a function to call with how much of `total` is done and a label, as often as there is news."""
-    if _HAS_RICH:
+    if _draws_bars():
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -103,7 +103,7 @@ def merge_partials(
             f"{len(lses)} for {len(outs)} outs",
             "Pass one of each per part.",
         )
-    parts, logs = jnp.stack(list(outs)), jnp.stack(list(lses))
+    parts, logs = (x if isinstance(x, jax.Array) else jnp.stack(list(x)) for x in (outs, lses))
     if parts.shape[:-1] != logs.shape:
         raise refuse("lses", f"have shape {parts.shape[1:-1]} each", logs.shape[1:], "They come from return_lse=True.")
     top = logs.max(axis=0)

@@ -20,9 +20,11 @@ from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.context import ContextShards
 from inkling_pallas.errors import float_dtype, refuse, static_bool, static_int
 from inkling_pallas.layouts import HEAD_AXIS
+from inkling_pallas.relative import merge_partials
 from inkling_pallas.sheared import ALIGNMENT, ShearedLogits
 from inkling_pallas.write import write_kv
 
+_GATHERED_BYTES = 2**20  # of a part
 _BY_SHARD = ("block_table", "cache_seqlens", "kv_offset")
 _REPLICATED = ("block_table", "cache_seqlens", "cu_seqlens_q", "kv_offset", "total_seqlens")
 
@@ -222,6 +224,9 @@ class AttentionMesh:
 def merge_over_axis(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
     """Returns attention over all keys from each device's part of them, inside `jax.shard_map`.
 
+    Few rows, as of a decode, are gathered on all devices by one collective, which takes the time of its latency; of
+    many rows only sums are exchanged.
+
     Args:
       out: float32[num_tokens, num_heads, head_dim] of this device's keys.
       lse: natural-log float32[num_tokens, num_heads].
@@ -230,6 +235,9 @@ def merge_over_axis(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Arra
     Returns:
       (out, lse), the same on each device; 0 and -inf in rows that see no key in any part.
     """
+    if out.size * out.dtype.itemsize <= _GATHERED_BYTES:
+        parts = lax.all_gather(jnp.concatenate([out, lse[..., None]], axis=-1), axis)
+        return merge_partials(parts[..., :-1], parts[..., -1])
     top = lax.pmax(lse, axis)
     finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = jnp.exp(lse - finite_top)

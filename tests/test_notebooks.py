@@ -31,6 +31,7 @@ def complaints(book) -> list[str]:
             found.append(f"cell {expected} was not executed in order: {cell.execution_count}")
         expected += 1
         found += [f"a cell failed: {out.ename}" for out in cell.outputs if out.output_type == "error"]
+        found += [f"a warning is stored: {out.text[:80]!r}" for out in cell.outputs if out.get("name") == "stderr"]
         tree = ast.parse(cell.source)
         found += [f"logic in a cell: {type(node).__name__}" for node in ast.walk(tree) if isinstance(node, _LOGIC)]
         if isinstance(tree.body[-1], ast.Expr) and not cell.outputs:

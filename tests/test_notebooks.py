@@ -54,13 +54,15 @@ def test_there_are_three_notebooks_each_stored_with_its_outputs():
 
 def test_a_bad_notebook_is_caught():
     output = nbformat.v4.new_output("error", ename="ValueError", evalue="", traceback=[])
+    warning = nbformat.v4.new_output("stream", name="stderr", text="a path of some machine")
     cells = [
         nbformat.v4.new_code_cell("1 + 1", execution_count=2),
-        nbformat.v4.new_code_cell("for i in x:\n    pass", execution_count=2, outputs=[output]),
+        nbformat.v4.new_code_cell("for i in x:\n    pass", execution_count=2, outputs=[output, warning]),
     ]
     assert complaints(nbformat.v4.new_notebook(cells=cells)) == [
         "cell 1 was not executed in order: 2",
         "no output is stored: '1 + 1'",
         "a cell failed: ValueError",
+        "a warning is stored: 'a path of some machine'",
         "logic in a cell: For",
     ]

@@ -1,8 +1,8 @@
 """The operator over several devices: heads on one mesh axis, parts of each sequence on another, or both at once.
 
 Heads (tensor parallel) need no communication. Parts of a sequence (context parallel, for decodes over long contexts)
-merge by their log-sum-exp: one `pmax` of the LSE, one `psum` of weighted outputs and weights. What an all-reduce moves
-does not grow with the devices; an all-gather before `merge_partials` would bring every part to every device.
+merge by their log-sum-exp: few rows by one all-gather and `merge_partials`, many by one `pmax` of the LSE and one
+`psum` of weighted outputs and weights, for what an all-reduce moves does not grow with the devices.
 """
 
 import dataclasses

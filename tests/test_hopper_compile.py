@@ -89,6 +89,8 @@ LOWERED = {
     "sheared, group 3, odd extent": make_problem(24, 8, rel_extent=20, q_len=2, sheared=True),
     "sheared, 16 tokens": make_problem(64, 8, q_len=16, sheared=True),
     "sheared prefill, group 12, float16": make_problem(24, 2, q_len=64, dtype="float16", sheared=True),
+    "group 2, 32 tokens, head_dim 256": make_problem(4, 2, q_len=32, head_dim=256),
+    "group 7, 8 tokens, head_dim 64": make_problem(14, 2, q_len=8, head_dim=64),
     "prefill, group 3, page 16, small extent": make_problem(24, 8, batch=3, q_len=256, block_size=16, rel_extent=8),
     "prefill, group 12, head_dim 64, float16": make_problem(24, 2, q_len=64, head_dim=64, dtype="float16"),
     "prefill, group 9, lse": make_problem(18, 2, q_len=64, return_lse=True),
@@ -114,6 +116,13 @@ def test_refuses_more_sequences_than_shared_memory_holds(q_len):
     assert hopper.unsupported(make_problem(8, 1, batch=3000, q_len=q_len)) is None
     refusal = hopper.unsupported(make_problem(8, 1, batch=9000, q_len=q_len))
     assert "batch_size must leave room for its lengths in shared memory on Hopper; got 9000." in str(refusal)
+
+
+def test_refuses_what_does_not_fit_with_its_own_reason():
+    long = make_problem(128, 16, batch=2048, q_len=32, block_size=128, max_blocks=2**13)
+    assert "must make fewer than 2**31 tiles" in str(hopper.unsupported(long))
+    with pytest.raises(ValueError, match="num_ctas must be a multiple of cluster_size = 2, at least that; got 131"):
+        hopper.Config(program="prefill", block_kv=128, num_stages=2, num_ctas=131, cluster_size=2)
 
 
 # Problem, most registers of the attention kernel, most bytes spilled.

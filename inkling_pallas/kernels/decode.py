@@ -5,6 +5,7 @@ columns in steps of 8. One CTA per SM takes an equal share of all KV tiles (`sch
 the warps of its second copy; `buffers` holds their protocol.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -122,7 +123,7 @@ def _stage_queries(smem: Smem, bars: Barriers, tiling: Tiling) -> None:
     """Lays q_rows out as a matrix operand. Waits on q_ready, arrives on q_free."""
     plgpu.barrier_wait(bars.q_ready)
     shape = (tiling.columns, tiling.problem.head_dim)
-    layout = mosaic.strided(shape, min(8, shape[0] * shape[1] // mosaic.THREADS))
+    layout = mosaic.strided(shape, math.gcd(8, shape[0] * shape[1] // mosaic.THREADS))
     row, element = (mosaic.iota(shape, axis, layout) for axis in (0, 1))
     row = jnp.minimum(row, tiling.rows - 1)
     rows = mosaic.gather(smem.q_rows, row, element, layout=layout, vectors="neighbours", interpret=tiling.interpret)

@@ -12,6 +12,7 @@ from inkling_pallas.kernels.hopper_configs import (
     candidates,
     few_rows_of,
     has_many_rows,
+    most_tiles,
     row_tiling_of,
     tiling_of,
 )
@@ -20,6 +21,8 @@ from inkling_pallas.kernels.worklist import Worklist
 from inkling_pallas.problem import Lengths, Operands, Problem
 
 __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
+
+_MOST_TILES = 2**31  # a line of work is counted in int32
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -35,6 +38,10 @@ def unsupported(problem: Problem) -> str | None:
         (
             not has_many_rows(p) or p.head_dim != 256,
             f"head_dim must be 64 or 128 for max_seqlen_q = {p.max_seqlen_q} on Hopper; got {p.head_dim}.",
+        ),
+        (
+            most_tiles(p) < _MOST_TILES,
+            f"the rows and keys of a batch must make fewer than 2**31 tiles on Hopper; got {most_tiles(p)}.",
         ),
         (not p.is_empty, "the batch and the cache must not be empty on Hopper; got an empty shape."),
     ]

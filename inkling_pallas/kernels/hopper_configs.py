@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.errors import refuse
 from inkling_pallas.kernels import buffers, prefill_launch
 from inkling_pallas.kernels.tiling import RowTiling, Tiling
 from inkling_pallas.problem import Problem
@@ -36,6 +37,11 @@ class Config:
     cluster_size: int = 1
     overlap: bool = False
     few_rows: "Config | None" = None
+
+    def __post_init__(self) -> None:
+        if self.num_ctas < 1 or self.num_ctas % self.cluster_size:
+            rule = f"be a multiple of cluster_size = {self.cluster_size}, at least that"
+            raise refuse("num_ctas", rule, self.num_ctas, "132 CTAs fill an H200.")
 
 
 def tiling_of(problem: Problem, config: Config, interpret: bool = False, **more: Any) -> Tiling:
@@ -127,6 +133,12 @@ def _prefill_candidates(problem: Problem) -> list[Config]:
     if tiling.max_items * problem.num_kv_heads >= _MANY_TILES * tiling.num_ctas:
         configs = [dataclasses.replace(config, cluster_size=2) for config in configs]
     return [config for config in configs if prefill_launch.fits(row_tiling_of(problem, config))]
+
+
+def most_tiles(problem: Problem) -> int:
+    """Returns how long the decode kernel's line of work can be at most, in tiles of 64 keys."""
+    few = few_rows_of(problem) if has_many_rows(problem) else problem
+    return _most_tiles(tiling_of(few, Config(block_kv=64, num_stages=2)))
 
 
 def _most_tiles(tiling: Tiling) -> int:

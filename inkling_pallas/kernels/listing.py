@@ -121,7 +121,7 @@ def _clean_keys(
 
 
 def _longest(tiling: RowTiling) -> int | None:
-    """Returns how many KV tiles an item may have under a window; there, all items past the first few have as many."""
+    """Returns the length from which on items under a window count as equal: most are, give or take a tile."""
     window_left = tiling.problem.window_left
     return None if window_left is None else (window_left + tiling.tile_tokens) // tiling.block_kv + 1
 

@@ -35,7 +35,8 @@ class Tiling:
     @property
     def token_block(self) -> int:
         """Tokens of a unit: as many as fit, a power of two."""
-        fitting = 1 << (MAX_COLUMNS // self.problem.group).bit_length() - 1
+        columns = MAX_COLUMNS if self.problem.head_dim <= 128 else MAX_COLUMNS // 2  # what shared memory holds
+        fitting = 1 << (columns // self.problem.group).bit_length() - 1
         return min(self.problem.max_seqlen_q, fitting)
 
     @property

@@ -158,6 +158,12 @@ def bands_of(tile: Tile, rows: Piece, tiling: RowTiling) -> Bands:
     return Bands(first, edge_end, biased, jnp.clip(_first_masked(rows, tiling), biased, tile.end), tile.end)
 
 
+def clean_rows_of(tile: Tile, t: jax.Array, tiling: RowTiling) -> tuple[jax.Array, jax.Array]:
+    """Returns [begin, end) of the rows of KV tile t that come from finite memory; may be past the tile's own."""
+    first_key = t * tiling.block_kv
+    return tile.clean_begin - first_key, tile.clean_end - first_key
+
+
 def table_of(words: Any) -> Table:
     """Returns the table of a list, read from global memory."""
     return Table(lambda row, sequence: words[row, sequence])

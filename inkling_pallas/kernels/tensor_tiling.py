@@ -1,0 +1,29 @@
+"""How the kernel for sm_100 cuts a problem: static sizes of its tiles, and the columns of tensor memory that they take."""
+
+import dataclasses
+
+from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
+
+LANES = 128  # of tensor memory: the rows of a product, one a thread of the warpgroup that reads it
+TENSOR_COLUMNS = 512  # of tensor memory, 32 bits wide
+_MAX_TOKENS = 64  # of a warpgroup: more would make bias blocks too long
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorTiling(RowTiling):
+    """As `RowTiling`, with 128 rows for each of two softmax warpgroups: a lane of tensor memory is a query row."""
+
+    @property
+    def token_block(self) -> int:
+        """Tokens of a warpgroup: as many as fit, a power of two."""
+        return min(1 << (LANES // self.problem.group).bit_length() - 1, _MAX_TOKENS)
+
+    @property
+    def shares_ring(self) -> bool:
+        """False: query rows do not pass through the ring of bias blocks."""
+        return False
+
+    @property
+    def tensor_columns(self) -> int:
+        """Columns of tensor memory: scores, weights in 16 bits, and sums of both warpgroups."""
+        return WARPGROUPS * (self.block_kv + self.block_kv // 2 + self.problem.head_dim)

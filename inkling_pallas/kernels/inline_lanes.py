@@ -30,40 +30,35 @@ def load_rows(ref: Any, phase: Any, *, rows: int, group: int, tokens: int, width
         utils.c(0.0, element), (THREADS, width), fragmented_array.TMEM_NATIVE_LAYOUT
     )
     registers = np.array(splat.registers, dtype=object, copy=True)
-    pairs = dict(_pairs(registers))
+    places = dict(_pairs(registers))
+    word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), element)
     for first in range(0, width, _EIGHT):
         pointer = utils.getelementptr(base, [arith.addi(start, i32(first))], element)
-        loaded = llvm.load(ir.VectorType.get((_EIGHT,), element), pointer, alignment=16)
-        for i in range(0, _EIGHT, 2):
-            registers[pairs[(first + i) // 2]] = vector.extract_strided_slice(
-                ir.VectorType.get((2,), element), loaded, [i], [2], [1]
-            )
+        words = llvm.load(ir.VectorType.get((4,), word), pointer, alignment=16)
+        for i in range(4):
+            registers[places[first // 2 + i]] = llvm.bitcast(pair, vector.extract(words, [], [i]))
     return fragmented_array.FragmentedArray(_registers=registers, _layout=splat.layout, _is_signed=None)
 
 
 def store_rows(ref: Any, rows: Any, x: Any, *, column: int) -> None:
     """Writes ref[rows[r], column:] = x[r] where rows are not negative, 16 bytes at a time."""
-    base, memref = utils.memref_ptr(ref), ir.MemRefType(ref.type)
-    element, together = memref.element_type, 128 // utils.bitwidth(memref.element_type)
-    values = [x.registers[index] for _, index in sorted(_pairs(x.registers))]
-    row = rows.registers.item()
-    row = vector.extract(row, [], [0]) if isinstance(row.type, ir.VectorType) else row
-    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, row, i32(0)))
+    base, pitch = utils.memref_ptr(ref), ir.MemRefType(ref.type).shape[-1]
+    words = [word for _, index in sorted(_pairs(x.registers)) for word in _words(x.registers[index])]
+    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.sge, _scalar(rows), i32(0)))
     with ir.InsertionPoint(branch.then_block):
-        start = plain_pointer(ref, base, row, i32(column), memref.shape[-1])
-        for first in range(0, 2 * len(values), together):
-            vectors = values[first // 2 : (first + together) // 2]
-            pointer = utils.getelementptr(start, [first], element)
-            llvm.store(_join(vectors, element), pointer, alignment=16)
+        start = plain_pointer(ref, base, _scalar(rows), i32(column), pitch)
+        for first in range(0, len(words), 4):
+            four = llvm.mlir_undef(ir.VectorType.get((4,), words[0].type))
+            for i, word in enumerate(words[first : first + 4]):
+                four = vector.insert(word, four, [], [i])
+            llvm.store(four, utils.getelementptr(start, [first], words[0].type), alignment=16)
         scf.yield_([])
 
 
 def any_below_one(x: Any) -> Any:
     """Returns int32 1 if some row of this warp has x < 1, else 0."""
-    value = x.registers.item()
-    value = vector.extract(value, [], [0]) if isinstance(value.type, ir.VectorType) else value
     code = "{ .reg .pred p, q; setp.lt.f32 p, $1, 0f3f800000; vote.sync.any.pred q, p, -1; selp.s32 $0, 1, 0, q; }"
-    word = llvm.inline_asm(ir.IntegerType.get_signless(32), [value], code, "=r,f", has_side_effects=True)
+    word = llvm.inline_asm(ir.IntegerType.get_signless(32), [_scalar(x)], code, "=r,f", has_side_effects=True)
     return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
 
 
@@ -79,9 +74,15 @@ def _pairs(registers: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
         yield index[1], index
 
 
-def _join(vectors: list[Any], element: Any) -> Any:
-    pairs = 2 * len(vectors)
-    joined = llvm.mlir_undef(ir.VectorType.get((pairs,), element))
-    for i, pair in enumerate(vectors):
-        joined = vector.insert_strided_slice(pair, joined, [2 * i], [1])
-    return joined
+def _scalar(x: Any) -> Any:
+    """Returns what a thread holds of an array in the reduced layout."""
+    value = x.registers.item()
+    return vector.extract(value, [], [0]) if isinstance(value.type, ir.VectorType) else value
+
+
+def _words(pair: Any) -> list[Any]:
+    """Returns a register of two elements as int32 words."""
+    word = ir.IntegerType.get_signless(32)
+    if utils.bitwidth(ir.VectorType(pair.type).element_type) == 16:
+        return [llvm.bitcast(word, pair)]
+    return [llvm.bitcast(word, vector.extract(pair, [], [i])) for i in (0, 1)]

@@ -27,6 +27,17 @@ def load(ref: Any) -> jax.Array:
     return x
 
 
+def multiply(ref: Any, factor: jax.Array, *, interpret: bool) -> None:
+    """Multiplies [128, columns] of tensor memory by a factor for each row; a warp may do so alone.
+
+    Complete after `plgpu.commit_tmem`.
+    """
+    x = plgpu.async_load_tmem(ref, layout=NATIVE)
+    if interpret:  # The card waits for the registers; a wait here would be for the whole warpgroup.
+        plgpu.wait_load_tmem()
+    plgpu.async_store_tmem(ref, x * lax.broadcast_in_dim(factor, x.shape, (0,)))
+
+
 def load_rows(ref: Any, phase: jax.Array, width: int, *, interpret: bool) -> jax.Array:
     """Returns [128, width] in the native layout: the keys of a tile of each row, the last row repeated.
 

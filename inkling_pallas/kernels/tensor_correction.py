@@ -72,7 +72,7 @@ def _rescale(smem: Smem, tmem: Tmem, bars: Barriers, w: int, has_sums: jax.Array
         def _() -> None:
             for column in range(0, tiling.problem.head_dim, _COLUMNS):
                 some = tmem.sums.at[w, :, column : column + _COLUMNS]
-                plgpu.async_store_tmem(some, lanes.load(some) * softmax.along_rows(decay, _COLUMNS))
+                lanes.multiply(some, decay, interpret=tiling.interpret)
 
     plgpu.commit_tmem()
     plgpu.barrier_arrive(bars.o_ready.at[w])

@@ -29,7 +29,7 @@ from inkling_pallas.problem import Operands
 
 _SMEM_BYTES = 226 * 1024  # less than a CTA may have, for barriers and alignment
 # Registers of a thread: 4 x 128 threads share 64 K.
-_SOFTMAX, _CORRECTION, _COPYING = 192, 80, 48
+_SOFTMAX, _CORRECTION, _COPYING = 184, 80, 64
 
 
 def fits(tiling: TensorTiling) -> bool:

@@ -18,12 +18,16 @@ from inkling_pallas.problem import Lengths, Operands, Problem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tuning choices: keys of a tile, tiles in flight, bias blocks in flight, CTAs (one per SM)."""
+    """Tuning choices: keys of a tile, tiles in flight, bias blocks in flight, CTAs (one per SM), and what they walk.
+
+    With `splits` CTAs take equal shares of all keys, else whole tiles of query rows.
+    """
 
     block_kv: int = 64
     num_stages: int = 3
     band_slots: int = 1
     num_ctas: int = 148
+    splits: bool = False
 
 
 def tiling_of(problem: Problem, config: Config, interpret: bool = False) -> TensorTiling:
@@ -35,11 +39,13 @@ class Plan(NamedTuple):
     """What the layers of a step share: the caller's lengths, and a list of tiles."""
 
     lengths: Lengths
-    work: Worklist
+    work: Worklist | None
 
 
 def plan(problem: Problem, config: Config, lengths: Lengths, interpret: Any = False) -> Plan:
     """Returns the plan of a step."""
+    if config.splits:
+        return Plan(lengths, None)
     return Plan(lengths, listing.make_worklist(lengths, tiling_of(problem, config, bool(interpret)), interpret))
 
 
@@ -56,5 +62,5 @@ def attend(
     out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
     results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
     tiling = tiling_of(problem, config, bool(interpret))
-    results = tensor_launch.attend(operands, plan.work, results, tiling, interpret)
+    results = tensor_launch.attend(operands, plan.work or plan.lengths, results, tiling, interpret)
     return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None

@@ -16,10 +16,12 @@ warps of warpgroup 3 copy K, V and the bias and issue the products. `tc`: a tens
 | p_ready [w] | warpgroup w | products | tmem.weights[w], and tmem.scores[w] is free |
 | note_ready, note_free [w] | warpgroup w; correction | correction; warpgroup w | smem.notes[w] |
 | o_done [w] | tc: sums | correction | tmem.sums[w] |
+| table_ready | copying warpgroup, where the work is on a line | the others | smem.table |
 | o_ready [w] | correction | products | tmem.sums[w], rescaled or read for the last time |
 
 A tensor core's arrival says that all products issued before are complete, and the scores of tile t + 1 are issued
 after the sums of tile t. So s_ready of tile t + 1 says, too, that the weights of tile t were read.
+Of band_free and note_free whoever frees gives one arrival for each slot at the start: all are free then.
 """
 
 from typing import Any, NamedTuple
@@ -27,14 +29,37 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels import mosaic, table
 from inkling_pallas.kernels.tensor_tiling import LANES, TensorTiling
 from inkling_pallas.kernels.tiling import WARPGROUPS
+from inkling_pallas.kernels.worklist import Worklist
+from inkling_pallas.problem import Lengths
+
+
+class Gmem(NamedTuple):
+    """Arrays in global memory; caches in chunks. `work` is a list, or the lengths where the work is on a line."""
+
+    q: Any
+    key: Any
+    value: Any
+    block_table: Any
+    rel_logits: Any
+    work: Worklist | Lengths
+
+
+class Results(NamedTuple):
+    """Outputs in global memory, as rows of one head; partial ones only where the work is on a line."""
+
+    out: Any
+    lse: Any
+    part_out: Any = None
+    part_lse: Any = None
 
 
 class Smem(NamedTuple):
     """Buffers of a CTA."""
 
+    table: Any
     k: Any
     v: Any
     q: Any
@@ -53,6 +78,7 @@ class Tmem(NamedTuple):
 class Barriers(NamedTuple):
     """See the module's table."""
 
+    table_ready: Any
     k_ready: Any
     k_free: Any
     v_ready: Any
@@ -75,6 +101,7 @@ def smem_types(tiling: TensorTiling) -> Smem:
     cache = mosaic.swizzled((tiling.num_stages, tiling.block_kv, problem.head_dim), dtype)
     block = (tiling.band_slots, WARPGROUPS, tiling.token_block, problem.group, tiling.band_width)
     return Smem(
+        table=table.smem_type(tiling) if tiling.splits else None,
         k=cache,
         v=cache,
         q=mosaic.swizzled((WARPGROUPS, LANES, problem.head_dim), dtype),
@@ -98,6 +125,7 @@ def barrier_types(tiling: TensorTiling) -> Barriers:
     stages, copies = tiling.num_stages, tiling.block_kv // tiling.chunk
     slots = tiling.band_slots * WARPGROUPS
     return Barriers(
+        table_ready=plgpu.Barrier(num_arrivals=1),
         k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         k_free=_of_tensor_core(stages),
         v_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -124,4 +152,5 @@ def smem_bytes(tiling: TensorTiling) -> int:
     head_dim = tiling.problem.head_dim
     cache = 2 * tiling.num_stages * tiling.block_kv * head_dim
     band = tiling.band_slots * WARPGROUPS * tiling.rows * tiling.band_width
-    return 2 * (cache + WARPGROUPS * LANES * head_dim + band) + 4 * WARPGROUPS * 2 * LANES
+    words = WARPGROUPS * 2 * LANES + (table.ROWS * tiling.problem.batch_size if tiling.splits else 0)
+    return 2 * (cache + WARPGROUPS * LANES * head_dim + band) + 4 * words

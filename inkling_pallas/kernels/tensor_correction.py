@@ -11,44 +11,45 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import epilogue, lanes, mosaic, pages, schedule, softmax, worklist
-from inkling_pallas.kernels.prefill_buffers import Gmem
+from inkling_pallas.kernels import epilogue, lanes, mosaic, pages, schedule, softmax, tensor_walk, worklist
 from inkling_pallas.kernels.schedule import Piece
-from inkling_pallas.kernels.tensor_buffers import Barriers, Smem, Tmem
+from inkling_pallas.kernels.tensor_buffers import Barriers, Results, Smem, Tmem
 from inkling_pallas.kernels.tensor_tiling import LANES, TensorTiling
+from inkling_pallas.kernels.tensor_walk import Walk
 from inkling_pallas.kernels.tiling import WARPGROUPS
-from inkling_pallas.kernels.worklist import Counts, Tile
+from inkling_pallas.kernels.worklist import Tile
 
 _COLUMNS = 32  # of the sums at a time, which leaves registers to the softmax
 
 
-def correct(
-    gmem: Gmem, outputs: Any, smem: Smem, tmem: Tmem, bars: Barriers, cta: jax.Array, tiling: TensorTiling
-) -> None:
+def correct(results: Results, smem: Smem, tmem: Tmem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
     """Corrects and writes the rows of each tile of a CTA; `tensor_buffers` says what it waits for."""
-    out, lse = outputs
+    for w in range(WARPGROUPS):
+        plgpu.barrier_arrive(bars.note_free.at[w])
 
-    def finish(tile: Tile, counts: Counts) -> None:
+    def finish(tile: Tile, done: jax.Array) -> None:
         first = tile.piece.first_tile
 
         @pl.loop(first, tile.end)
         def _(t: jax.Array) -> None:
-            _clear_dead_keys(smem, bars, tile, counts, t, tiling)
+            _clear_dead_keys(smem, bars, tile, t, tensor_walk.stage_of(done + t - first, tiling), tiling)
+            for w in tiling.warpgroups_of(done + t - first):
+                _rescale(smem, tmem, bars, w, t >= first + tiling.stride, tiling)
+
+        if tiling.splits:
+            _write_piece(results, smem, tmem, bars, tile, done, walk.cta, tiling)
+        else:
             for w in range(WARPGROUPS):
-                _rescale(smem, tmem, bars, w, t > first, tiling)
+                _write_rows(results, smem, tmem, bars, w, tensor_walk.rows_of(tile, w, tiling), tiling)
 
-        for w in range(WARPGROUPS):
-            _write_rows(out, lse, smem, tmem, bars, w, worklist.rows_of(tile, 0, w, tiling), tiling)
-
-    worklist.for_each_tile(gmem.work, cta, tiling, finish)
-    epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.work.table), cta, tiling)
+    walk.for_each_tile(tiling, finish)
+    epilogue.clear_unowned_rows(results.out, results.lse, walk.table, walk.cta, tiling)
 
 
 def _clear_dead_keys(
-    smem: Smem, bars: Barriers, tile: Tile, counts: Counts, t: jax.Array, tiling: TensorTiling
+    smem: Smem, bars: Barriers, tile: Tile, t: jax.Array, stage: jax.Array, tiling: TensorTiling
 ) -> None:
     """Clears the V rows that no row of the sequence sees, in the few tiles that have some."""
-    stage = lax.rem(counts.kv_tiles + t - tile.piece.first_tile, tiling.num_stages)
     plgpu.barrier_wait(bars.v_ready.at[stage])
     begin, end = worklist.clean_rows_of(tile, t, tiling)
 
@@ -58,11 +59,9 @@ def _clear_dead_keys(
         plgpu.barrier_arrive(bars.v_clear.at[stage])
 
 
-def _rescale(smem: Smem, tmem: Tmem, bars: Barriers, w: int, has_sums: jax.Array, tiling: TensorTiling) -> None:
+def _rescale(smem: Smem, tmem: Tmem, bars: Barriers, w: Any, has_sums: jax.Array, tiling: TensorTiling) -> None:
     """Multiplies the sums of a warpgroup's rows by their decay, where one is less than 1."""
-    plgpu.barrier_wait(bars.note_ready.at[w])
-    decay = plgpu.load(smem.notes.at[w, 0], layout=lanes.ROWS)
-    plgpu.barrier_arrive(bars.note_free.at[w])
+    (decay,) = _take_note(smem, bars, w, 1)
 
     @pl.when(has_sums)
     def _() -> None:
@@ -70,27 +69,88 @@ def _rescale(smem: Smem, tmem: Tmem, bars: Barriers, w: int, has_sums: jax.Array
 
         @pl.when(lanes.any_below_one(decay, interpret=tiling.interpret))
         def _() -> None:
-            for column in range(0, tiling.problem.head_dim, _COLUMNS):
-                some = tmem.sums.at[w, :, column : column + _COLUMNS]
-                lanes.multiply(some, decay, interpret=tiling.interpret)
+            for columns in _columns(tiling):
+                lanes.multiply(tmem.sums.at[w, :, columns], decay, interpret=tiling.interpret)
 
     plgpu.commit_tmem()
     plgpu.barrier_arrive(bars.o_ready.at[w])
 
 
+def _take_note(smem: Smem, bars: Barriers, w: Any, words: int) -> list[jax.Array]:
+    plgpu.barrier_wait(bars.note_ready.at[w])
+    note = [plgpu.load(smem.notes.at[w, i], layout=lanes.ROWS) for i in range(words)]
+    plgpu.barrier_arrive(bars.note_free.at[w])
+    return note
+
+
+def _columns(tiling: TensorTiling) -> list[slice]:
+    return [slice(first, first + _COLUMNS) for first in range(0, tiling.problem.head_dim, _COLUMNS)]
+
+
 def _write_rows(
-    out: Any, lse: Any, smem: Smem, tmem: Tmem, bars: Barriers, w: int, piece: Piece, tiling: TensorTiling
+    results: Results, smem: Smem, tmem: Tmem, bars: Barriers, w: int, piece: Piece, tiling: TensorTiling
 ) -> None:
     """Writes the live rows of a warpgroup."""
-    plgpu.barrier_wait(bars.note_ready.at[w])
-    weight, reference = (plgpu.load(smem.notes.at[w, i], layout=lanes.ROWS) for i in (0, 1))
-    plgpu.barrier_arrive(bars.note_free.at[w])
-    row = mosaic.iota((LANES,), 0, lanes.ROWS)
-    places = jnp.where(row < piece.tokens * tiling.problem.group, schedule.output_row(tiling, piece, row), -1)
+    weight, reference = _take_note(smem, bars, w, 2)
     plgpu.barrier_wait(bars.o_done.at[w])
     scale, lse_log2 = softmax.scale_and_lse(weight, reference)
-    for column in range(0, tiling.problem.head_dim, _COLUMNS):
-        values = lanes.load(tmem.sums.at[w, :, column : column + _COLUMNS]) * softmax.along_rows(scale, _COLUMNS)
-        lanes.store_rows(out, places, values.astype(out.dtype), column, interpret=tiling.interpret)
-    if lse is not None:
-        lanes.store_scalars(lse, places, lse_log2 * softmax.LN_2, interpret=tiling.interpret)
+    places = _places(piece, tiling)
+    for columns in _columns(tiling):
+        values = lanes.load(tmem.sums.at[w, :, columns]) * softmax.along_rows(scale, _COLUMNS)
+        _store(results.out, places, values, columns, tiling)
+    if results.lse is not None:
+        lanes.store_scalars(results.lse, places, lse_log2 * softmax.LN_2, interpret=tiling.interpret)
+
+
+def _places(piece: Piece, tiling: TensorTiling) -> jax.Array:
+    """Returns which row of the output each row is, -1 for those that are not live."""
+    row = mosaic.iota((LANES,), 0, lanes.ROWS)
+    return jnp.where(row < piece.tokens * tiling.problem.group, schedule.output_row(tiling, piece, row), -1)
+
+
+def _store(ref: Any, places: jax.Array, values: jax.Array, columns: slice, tiling: TensorTiling) -> None:
+    lanes.store_rows(ref, places, values.astype(ref.dtype), columns.start, interpret=tiling.interpret)
+
+
+def _write_piece(
+    results: Results,
+    smem: Smem,
+    tmem: Tmem,
+    bars: Barriers,
+    tile: Tile,
+    done: jax.Array,
+    cta: jax.Array,
+    tiling: TensorTiling,
+) -> None:
+    """Merges both warpgroups' rows; writes a whole unit to the outputs, and part of one to its slot."""
+    piece = tile.piece
+    notes = [_take_note(smem, bars, w, 2) for w in range(WARPGROUPS)]
+    for w in range(WARPGROUPS):  # Of a single KV tile the other warpgroup has no sums.
+        some = (tile.end > piece.first_tile + 1) | (lax.rem(done, WARPGROUPS) == w)
+        pl.when(some)(lambda w=w: plgpu.barrier_wait(bars.o_done.at[w]))
+    top = jnp.maximum(notes[0][1], notes[1][1])
+    shares = [jnp.exp2(reference - softmax.finite(top)) for _, reference in notes]
+    scale, lse_log2 = softmax.scale_and_lse(notes[0][0] * shares[0] + notes[1][0] * shares[1], top)
+
+    def merged(columns: slice) -> jax.Array:
+        terms = []
+        for w, share in enumerate(shares):
+            factor = softmax.along_rows(share * scale, _COLUMNS)
+            # Sums that were never written may be NaN.
+            sums = lanes.load(tmem.sums.at[w, :, columns])
+            terms.append(jnp.where(factor > 0, sums * factor, jnp.zeros_like(sums)))
+        return terms[0] + terms[1]
+
+    def write(out: Any, lse: Any, lse_values: jax.Array, places: jax.Array) -> None:
+        for columns in _columns(tiling):
+            _store(out, places, merged(columns), columns, tiling)
+        if lse is not None:
+            lanes.store_scalars(lse, places, lse_values, interpret=tiling.interpret)
+
+    places = _places(piece, tiling)
+    whole = (piece.begin == 0) & (piece.end == piece.tiles)
+    pl.when(whole)(lambda: write(results.out, results.lse, lse_log2 * softmax.LN_2, places))
+    if not tiling.whole_units:
+        slot = schedule.slot_of(cta, piece.end == piece.tiles) * tiling.rows
+        part = jnp.where(places >= 0, slot + mosaic.iota((LANES,), 0, lanes.ROWS), -1)
+        pl.when(jnp.logical_not(whole))(lambda: write(results.part_out, results.part_lse, lse_log2, part))

@@ -1,18 +1,20 @@
-"""The kernel for sm_100, many query rows per sequence: its roles, and its launch.
+"""The kernel for sm_100: its roles, and its launch.
 
-Persistent CTAs walk a list of tiles (`worklist`). Of the four warpgroups of a CTA two do the softmax of 128 query rows
+Persistent CTAs walk a list of tiles (`worklist`), or pieces of the line of all KV tiles (`schedule`). Of the four warpgroups of a CTA two do the softmax of 128 query rows
 each, one corrects sums and writes results, and the warps of the last copy and issue matrix products.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import (
     band,
+    combine,
     mosaic,
     pages,
     tensor_buffers,
@@ -20,12 +22,14 @@ from inkling_pallas.kernels import (
     tensor_correction,
     tensor_products,
     tensor_softmax,
+    tensor_walk,
 )
-from inkling_pallas.kernels.prefill_buffers import Gmem
+from inkling_pallas.kernels.tensor_buffers import Gmem, Results
 from inkling_pallas.kernels.tensor_tiling import TENSOR_COLUMNS, TensorTiling
+from inkling_pallas.kernels.tensor_walk import Walk
 from inkling_pallas.kernels.tiling import WARPGROUPS
 from inkling_pallas.kernels.worklist import Worklist
-from inkling_pallas.problem import Operands
+from inkling_pallas.problem import Lengths, Operands
 
 _SMEM_BYTES = 226 * 1024  # less than a CTA may have, for barriers and alignment
 # Registers of a thread: 4 x 128 threads share 64 K.
@@ -42,9 +46,12 @@ def fits(tiling: TensorTiling) -> bool:
 
 
 def attend(
-    operands: Operands, work: Worklist, initial: tuple[jax.Array, ...], tiling: TensorTiling, interpret: Any
+    operands: Operands, work: Worklist | Lengths, initial: tuple[jax.Array, ...], tiling: TensorTiling, interpret: Any
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel over `initial`, the outputs as rows of one head, and returns them."""
+    """Launches the kernel over `initial`, the outputs as rows of one head, and returns them.
+
+    Where the work is on a line, what is cut is merged by a second kernel.
+    """
     gmem = Gmem(
         q=operands.q,
         key=pages.split_pages(operands.cache_arrays[0], tiling),
@@ -57,15 +64,16 @@ def attend(
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_tiles(*refs: Any, smem: Any, tmem: Any, bars: Any) -> None:
-        out, *lse = refs[len(inputs) :]
+        out, *others = refs[len(inputs) :]
+        lse = others.pop(0) if tiling.problem.return_lse else None
         gmem = jax.tree.unflatten(structure, refs[: len(inputs)])
-        _program(gmem, (out, lse[0] if lse else None), smem, tmem, bars, tiling)
+        _program(gmem, Results(out, lse, *others), smem, tmem, bars, tiling)
 
-    mosaic.kernel(
+    parts = mosaic.kernel(
         attend_tiles,
         interpret=interpret,
         auto_barriers=False,
-        out_type=(),
+        out_type=_part_types(tiling),
         grid=(tiling.num_ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 2,
@@ -75,34 +83,47 @@ def attend(
             "bars": tensor_buffers.barrier_types(tiling),
         },
     )(*inputs, *refs)
-    return tuple(jax.freeze(ref) for ref in refs)
+    results = tuple(jax.freeze(ref) for ref in refs)
+    return combine.merge_pieces(*parts, work, results, tiling, interpret) if parts else results
 
 
-def _program(gmem: Gmem, outputs: Any, smem: Any, tmem: Any, bars: Any, tiling: TensorTiling) -> None:
+def _part_types(tiling: TensorTiling) -> Any:
+    if not tiling.splits or tiling.whole_units:
+        return ()
+    parts, width = tiling.slots * tiling.rows, tiling.problem.head_dim
+    return [jax.ShapeDtypeStruct((parts, width), jnp.float32), jax.ShapeDtypeStruct((parts, 1), jnp.float32)]
+
+
+def _program(gmem: Gmem, results: Results, smem: Any, tmem: Any, bars: Any, tiling: TensorTiling) -> None:
     """The kernel of one CTA."""
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
+    if tiling.splits:  # The merge starts on SMs with room.
+        mosaic.let_next_kernel_launch(interpret=tiling.interpret)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(_SOFTMAX, action="increase")
-        tensor_softmax.weigh_rows(gmem, smem, tmem, bars, warpgroup, cta, tiling)
+        walk = tensor_walk.make(gmem, smem, bars, cta, tiling)
+        tensor_softmax.weigh_rows(gmem, smem, tmem, bars, warpgroup, walk, tiling)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(_CORRECTION, action="decrease")
-        tensor_correction.correct(gmem, outputs, smem, tmem, bars, cta, tiling)
+        walk = tensor_walk.make(gmem, smem, bars, cta, tiling)
+        tensor_correction.correct(results, smem, tmem, bars, walk, tiling)
 
     @pl.when(warpgroup == WARPGROUPS + 1)
     def _() -> None:
         plgpu.set_max_registers(_COPYING, action="decrease")
-        _run_warps(gmem, smem, tmem, bars, cta, tiling)
+        walk = tensor_walk.make(gmem, smem, bars, cta, tiling, fills=True)
+        _run_warps(gmem, smem, tmem, bars, walk, tiling)
 
 
-def _run_warps(gmem: Gmem, smem: Any, tmem: Any, bars: Any, cta: jax.Array, tiling: TensorTiling) -> None:
+def _run_warps(gmem: Gmem, smem: Any, tmem: Any, bars: Any, walk: Walk, tiling: TensorTiling) -> None:
     @plgpu.warp_map
     def _(warp: jax.Array) -> None:
-        pl.when(warp == 0)(lambda: tensor_copies.stream_keys(gmem, smem, bars, cta, tiling))
-        pl.when(warp == 1)(lambda: tensor_copies.stream_values(gmem, smem, bars, cta, tiling))
-        pl.when(warp == 2)(lambda: tensor_copies.stream_bias(gmem, smem, bars, cta, tiling))
-        pl.when(warp == 3)(lambda: tensor_products.issue_products(gmem, smem, tmem, bars, cta, tiling))
+        pl.when(warp == 0)(lambda: tensor_copies.stream_keys(gmem, smem, bars, walk, tiling))
+        pl.when(warp == 1)(lambda: tensor_copies.stream_values(gmem, smem, bars, walk, tiling))
+        pl.when(warp == 2)(lambda: tensor_copies.stream_bias(gmem, smem, bars, walk, tiling))
+        pl.when(warp == 3)(lambda: tensor_products.issue_products(smem, tmem, bars, walk, tiling))

@@ -3,66 +3,77 @@
 from typing import Any
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import worklist
-from inkling_pallas.kernels.prefill_buffers import Gmem
 from inkling_pallas.kernels.tensor_buffers import Barriers, Smem, Tmem
 from inkling_pallas.kernels.tensor_tiling import TensorTiling
+from inkling_pallas.kernels.tensor_walk import Walk, stage_of
 from inkling_pallas.kernels.tiling import WARPGROUPS
-from inkling_pallas.kernels.worklist import Counts, Tile
+from inkling_pallas.kernels.worklist import Tile
 
 
-def issue_products(
-    gmem: Gmem, smem: Smem, tmem: Tmem, bars: Barriers, cta: jax.Array, tiling: TensorTiling
-) -> None:
-    """Issues the products of each tile of a CTA; `tensor_buffers` says what it waits for."""
+def issue_products(smem: Smem, tmem: Tmem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
+    """Issues the products of each tile of a CTA; `tensor_buffers` says what it waits for.
 
-    def multiply(tile: Tile, counts: Counts) -> None:
-        first = tile.piece.first_tile
+    A warpgroup's next scores are issued right after its sums.
+    """
 
-        def stage(t: jax.Array) -> jax.Array:
-            return lax.rem(counts.kv_tiles + t - first, tiling.num_stages)
-
-        plgpu.barrier_wait(bars.k_ready.at[stage(first)])
+    def multiply(tile: Tile, done: jax.Array) -> None:
+        first, stride = tile.piece.first_tile, tiling.stride
         for w in range(WARPGROUPS):
             plgpu.barrier_wait(bars.q_ready.at[w])
-            _issue_scores(smem, tmem, bars, w, stage(first))
+
+        @pl.loop(first, jnp.minimum(first + stride, tile.end))
+        def _(t: jax.Array) -> None:
+            plgpu.barrier_wait(bars.k_ready.at[stage_of(done + t - first, tiling)])
+            for w in tiling.warpgroups_of(done + t - first):
+                _issue_scores(smem, tmem, bars, w, stage_of(done + t - first, tiling))
+            _free(bars.k_free, done + t - first, tiling)
 
         @pl.loop(first, tile.end)
         def _(t: jax.Array) -> None:
-            plgpu.barrier_wait(bars.v_ready.at[stage(t)])
-            begin, end = worklist.clean_rows_of(tile, t, tiling)
-            dirty = (begin > 0) | (end < tiling.block_kv)
-            pl.when(dirty)(lambda: plgpu.barrier_wait(bars.v_clear.at[stage(t)]))
-            for w in range(WARPGROUPS):
-                _issue_sums(smem, tmem, bars, w, stage(t), t > first)
+            count = done + t - first
+            _await_values(bars, tile, t, stage_of(count, tiling), tiling)
+            more, has_sums = t + stride < tile.end, t >= first + stride
+            for i, w in enumerate(tiling.warpgroups_of(count)):
+                _issue_sums(smem, tmem, bars, w, stage_of(count, tiling), has_sums)
 
-                @pl.when(t + 1 < tile.end)
-                def _(w: int = w) -> None:
-                    if w == 0:
-                        plgpu.barrier_wait(bars.k_ready.at[stage(t + 1)])
-                    _issue_scores(smem, tmem, bars, w, stage(t + 1))
+                @pl.when(more)
+                def _(i: int = i, w: Any = w) -> None:
+                    if i == 0:
+                        plgpu.barrier_wait(bars.k_ready.at[stage_of(count + stride, tiling)])
+                    _issue_scores(smem, tmem, bars, w, stage_of(count + stride, tiling))
 
-    worklist.for_each_tile(gmem.work, cta, tiling, multiply)
+            _free(bars.v_free, count, tiling)
+            pl.when(more)(lambda: _free(bars.k_free, count + stride, tiling))
+
+    walk.for_each_tile(tiling, multiply)
 
 
-def _issue_scores(smem: Smem, tmem: Tmem, bars: Barriers, w: int, stage: jax.Array) -> None:
-    """Issues q @ K.T of a warpgroup; K is free after that of the last one."""
+def _await_values(bars: Barriers, tile: Tile, t: jax.Array, stage: jax.Array, tiling: TensorTiling) -> None:
+    """Waits for V, and where some of its rows are cleared for that."""
+    plgpu.barrier_wait(bars.v_ready.at[stage])
+    begin, end = worklist.clean_rows_of(tile, t, tiling)
+    pl.when((begin > 0) | (end < tiling.block_kv))(lambda: plgpu.barrier_wait(bars.v_clear.at[stage]))
+
+
+def _issue_scores(smem: Smem, tmem: Tmem, bars: Barriers, w: Any, stage: jax.Array) -> None:
+    """Issues q @ K.T of a warpgroup."""
     plgpu.tcgen05_mma(tmem.scores.at[w], smem.q.at[w], smem.k.at[stage].T, accumulate=False)
     plgpu.tcgen05_commit_arrive(bars.s_ready.at[w])  # After all products so far: weights may be overwritten, too.
-    if w == WARPGROUPS - 1:
-        plgpu.tcgen05_commit_arrive(bars.k_free.at[stage])
 
 
-def _issue_sums(smem: Smem, tmem: Tmem, bars: Barriers, w: int, stage: jax.Array, accumulate: Any) -> None:
-    """Issues weights @ V of a warpgroup once both are ready; V is free after that of the last one."""
+def _issue_sums(smem: Smem, tmem: Tmem, bars: Barriers, w: Any, stage: jax.Array, accumulate: jax.Array) -> None:
+    """Issues weights @ V of a warpgroup once both are ready."""
     plgpu.barrier_wait(bars.p_ready.at[w])
     plgpu.barrier_wait(bars.o_ready.at[w])
-    plgpu.tcgen05_mma(
-        tmem.sums.at[w], tmem.weights.at[w], smem.v.at[stage], bars.o_done.at[w], accumulate=accumulate
-    )
-    if w == WARPGROUPS - 1:
-        plgpu.tcgen05_commit_arrive(bars.v_free.at[stage])
+    values, done = smem.v.at[stage], bars.o_done.at[w]
+    plgpu.tcgen05_mma(tmem.sums.at[w], tmem.weights.at[w], values, done, accumulate=accumulate)
+
+
+def _free(free: Any, count: jax.Array, tiling: TensorTiling) -> None:
+    """Lets a stage go once all products issued so far are complete."""
+    plgpu.tcgen05_commit_arrive(free.at[stage_of(count, tiling)])

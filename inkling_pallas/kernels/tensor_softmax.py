@@ -5,16 +5,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import lanes, mosaic, rows, schedule, softmax, worklist
-from inkling_pallas.kernels.prefill_buffers import Gmem
+from inkling_pallas.kernels import lanes, mosaic, rows, schedule, softmax, tensor_walk, worklist
 from inkling_pallas.kernels.schedule import Piece
-from inkling_pallas.kernels.tensor_buffers import Barriers, Smem, Tmem
+from inkling_pallas.kernels.tensor_buffers import Barriers, Gmem, Smem, Tmem
 from inkling_pallas.kernels.tensor_tiling import LANES, TensorTiling
+from inkling_pallas.kernels.tensor_walk import Walk
 from inkling_pallas.kernels.tiling import WARPGROUPS
-from inkling_pallas.kernels.worklist import Counts, Tile
+from inkling_pallas.kernels.worklist import Tile
 from inkling_pallas.sheared import shift_of
 
 
@@ -26,30 +25,36 @@ class _State(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A tile, what its CTA did before, and the rows of it that a warpgroup has."""
+    """A tile, the KV tiles that its CTA had before, and the rows of it that a warpgroup has."""
 
     tile: Tile
-    counts: Counts
+    done: jax.Array
     rows: Piece
     warpgroup: jax.Array
 
+    def count(self, t: jax.Array) -> jax.Array:
+        """Returns how many KV tiles the CTA had before KV tile t."""
+        return self.done + t - self.tile.piece.first_tile
+
 
 def weigh_rows(
-    gmem: Gmem, smem: Smem, tmem: Tmem, bars: Barriers, warpgroup: jax.Array, cta: jax.Array, tiling: TensorTiling
+    gmem: Gmem, smem: Smem, tmem: Tmem, bars: Barriers, warpgroup: jax.Array, walk: Walk, tiling: TensorTiling
 ) -> None:
     """Weighs the keys of a warpgroup's rows of each tile; `tensor_buffers` says what it waits for."""
 
-    def weigh(tile: Tile, counts: Counts) -> None:
-        work = _Work(tile, counts, worklist.rows_of(tile, 0, warpgroup, tiling), warpgroup)
+    for slot in range(tiling.band_slots):
+        plgpu.barrier_arrive(bars.band_free.at[slot * WARPGROUPS + warpgroup])
+
+    def weigh(tile: Tile, done: jax.Array) -> None:
+        work = _Work(tile, done, tensor_walk.rows_of(tile, warpgroup, tiling), warpgroup)
         _stage_queries(gmem.q, smem.q.at[warpgroup], work.rows, tiling)
         plgpu.barrier_arrive(bars.q_ready.at[warpgroup])
         state = _weigh_keys(smem, tmem, bars, work, tiling)
-        # One note for each KV tile of the tiles before and one at the end of each of them, and so for this one.
-        _pass_note(smem, bars, warpgroup, counts.kv_tiles + tile.piece.tiles + counts.tiles, state.weight, state)
+        _pass_note(smem, bars, warpgroup, state.weight, state.reference_log2)
 
-    totals = worklist.for_each_tile(gmem.work, cta, tiling, weigh)
+    walk.for_each_tile(tiling, weigh)
     if tiling.interpret:  # It wants every completion of a barrier to be seen.
-        pl.when(totals.tiles > 0)(lambda: plgpu.barrier_wait(bars.note_free.at[warpgroup]))
+        plgpu.barrier_wait(bars.note_free.at[warpgroup])
 
 
 def _stage_queries(q: Any, operand: Any, piece: Piece, tiling: TensorTiling) -> None:
@@ -79,10 +84,13 @@ def _weigh_keys(smem: Smem, tmem: Tmem, bars: Barriers, work: _Work, tiling: Ten
     )
 
     def walk(begin: jax.Array, end: jax.Array, state: _State, **sides: bool) -> _State:
-        def step(t: jax.Array, state: _State) -> _State:
-            return _weigh_tile(smem, tmem, bars, state, work, t, tiling, **sides)
+        if tiling.splits:  # Up to the first KV tile of this warpgroup.
+            begin = begin + lax.rem(work.count(begin) + work.warpgroup, WARPGROUPS)
 
-        return lax.fori_loop(begin, end, step, state)
+        def step(i: jax.Array, state: _State) -> _State:
+            return _weigh_tile(smem, tmem, bars, state, work, begin + i * tiling.stride, tiling, **sides)
+
+        return lax.fori_loop(0, lax.div(end - begin + (tiling.stride - 1), tiling.stride), step, state)
 
     if tiling.problem.window_left is None:
         state = walk(bands.first, bands.biased, state)
@@ -115,8 +123,7 @@ def _weigh_tile(
         scores = scores + _read_bias(smem, bars, work, t, tiling)
     scores = _mask(scores, work.rows, t, left, right, tiling)
     reference, decay, weights = softmax.weigh_rows_lazily(state.reference_log2, scores)
-    done = work.counts.kv_tiles + t - work.tile.piece.first_tile + work.counts.tiles
-    _pass_note(smem, bars, w, done, decay, None)
+    _pass_note(smem, bars, w, decay)
     plgpu.async_store_tmem(tmem.weights.at[w], weights.astype(jnp.dtype(tiling.problem.dtype)))
     plgpu.commit_tmem()
     plgpu.barrier_arrive(bars.p_ready.at[w])
@@ -125,7 +132,7 @@ def _weigh_tile(
 
 def _read_bias(smem: Smem, bars: Barriers, work: _Work, t: jax.Array, tiling: TensorTiling) -> jax.Array:
     """Returns the bias of a score tile. Waits on band_ready, arrives on band_free."""
-    slot = lax.rem(work.counts.slots + t - work.tile.first_biased, tiling.band_slots)
+    slot = tiling.band_slot(work.count(t))
     index = slot * WARPGROUPS + work.warpgroup
     plgpu.barrier_wait(bars.band_ready.at[index])
     phase = shift_of(work.rows.first_pos, tiling.problem.rel_extent)
@@ -151,12 +158,9 @@ def _mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool
     return scores
 
 
-def _pass_note(
-    smem: Smem, bars: Barriers, warpgroup: jax.Array, before: jax.Array, word: jax.Array, state: _State | None
-) -> None:
-    """Leaves a word for each row, at the end of a tile the reference, too; `before`: notes that came before."""
-    pl.when(before > 0)(lambda: plgpu.barrier_wait(bars.note_free.at[warpgroup]))
-    smem.notes[warpgroup, 0] = word
-    if state is not None:
-        smem.notes[warpgroup, 1] = state.reference_log2
+def _pass_note(smem: Smem, bars: Barriers, warpgroup: jax.Array, *words: jax.Array) -> None:
+    """Leaves words for each row: the decay of a KV tile; at the end of a tile the weight and the reference."""
+    plgpu.barrier_wait(bars.note_free.at[warpgroup])
+    for i, word in enumerate(words):
+        smem.notes[warpgroup, i] = word
     plgpu.barrier_arrive(bars.note_ready.at[warpgroup])

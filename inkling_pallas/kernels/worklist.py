@@ -115,8 +115,13 @@ def tile_of(item: Item, head: jax.Array, tiling: RowTiling) -> Tile:
         tiles=item.tiles,
         base=zero,
     )
-    end = item.first_tile + item.tiles
-    return Tile(piece, _first_biased(piece, end, tiling), end, item.clean_begin, item.clean_end)
+    return tile_from(piece, item.clean_begin, item.clean_end, tiling)
+
+
+def tile_from(piece: Piece, clean_begin: jax.Array, clean_end: jax.Array, tiling: RowTiling) -> Tile:
+    """Returns a piece whose first tile is its own as a tile."""
+    end = piece.first_tile + piece.end - piece.begin
+    return Tile(piece, _first_biased(piece, end, tiling), end, clean_begin, clean_end)
 
 
 def _first_biased(piece: Piece, end: jax.Array, tiling: RowTiling) -> jax.Array:

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -125,9 +124,8 @@ def _write_piece(
     """Merges both warpgroups' rows; writes a whole unit to the outputs, and part of one to its slot."""
     piece = tile.piece
     notes = [_take_note(smem, bars, w, 2) for w in range(WARPGROUPS)]
-    for w in range(WARPGROUPS):  # Of a single KV tile the other warpgroup has no sums.
-        some = (tile.end > piece.first_tile + 1) | (lax.rem(done, WARPGROUPS) == w)
-        pl.when(some)(lambda w=w: plgpu.barrier_wait(bars.o_done.at[w]))
+    for w in range(WARPGROUPS):
+        pl.when(tensor_walk.takes_part(tile, done, w, tiling))(lambda w=w: plgpu.barrier_wait(bars.o_done.at[w]))
     top = jnp.maximum(notes[0][1], notes[1][1])
     shares = [jnp.exp2(reference - softmax.finite(top)) for _, reference in notes]
     scale, lse_log2 = softmax.scale_and_lse(notes[0][0] * shares[0] + notes[1][0] * shares[1], top)

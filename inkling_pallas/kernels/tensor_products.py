@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from inkling_pallas.kernels import worklist
 from inkling_pallas.kernels.tensor_buffers import Barriers, Smem, Tmem
 from inkling_pallas.kernels.tensor_tiling import TensorTiling
-from inkling_pallas.kernels.tensor_walk import Walk, stage_of
+from inkling_pallas.kernels.tensor_walk import Walk, stage_of, takes_part
 from inkling_pallas.kernels.tiling import WARPGROUPS
 from inkling_pallas.kernels.worklist import Tile
 
@@ -24,7 +24,7 @@ def issue_products(smem: Smem, tmem: Tmem, bars: Barriers, walk: Walk, tiling: T
     def multiply(tile: Tile, done: jax.Array) -> None:
         first, stride = tile.piece.first_tile, tiling.stride
         for w in range(WARPGROUPS):
-            plgpu.barrier_wait(bars.q_ready.at[w])
+            pl.when(takes_part(tile, done, w, tiling))(lambda w=w: plgpu.barrier_wait(bars.q_ready.at[w]))
 
         @pl.loop(first, jnp.minimum(first + stride, tile.end))
         def _(t: jax.Array) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import lanes, mosaic, rows, schedule, softmax, tensor_walk, worklist
@@ -47,8 +48,12 @@ def weigh_rows(
 
     def weigh(tile: Tile, done: jax.Array) -> None:
         work = _Work(tile, done, tensor_walk.rows_of(tile, warpgroup, tiling), warpgroup)
-        _stage_queries(gmem.q, smem.q.at[warpgroup], work.rows, tiling)
-        plgpu.barrier_arrive(bars.q_ready.at[warpgroup])
+
+        @pl.when(tensor_walk.takes_part(tile, done, warpgroup, tiling))
+        def _() -> None:
+            _stage_queries(gmem.q, smem.q.at[warpgroup], work.rows, tiling)
+            plgpu.barrier_arrive(bars.q_ready.at[warpgroup])
+
         state = _weigh_keys(smem, tmem, bars, work, tiling)
         _pass_note(smem, bars, warpgroup, state.weight, state.reference_log2)
 

@@ -11,6 +11,7 @@ from inkling_pallas.kernels import schedule, worklist
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.table import Table, reader
 from inkling_pallas.kernels.tensor_tiling import TensorTiling
+from inkling_pallas.kernels.tiling import WARPGROUPS
 from inkling_pallas.kernels.worklist import Counts, Tile, Worklist
 
 
@@ -56,6 +57,11 @@ def make(gmem: Any, smem: Any, bars: Any, cta: jax.Array, tiling: TensorTiling, 
 def rows_of(tile: Tile, warpgroup: Any, tiling: TensorTiling) -> Piece:
     """Returns the rows that a warpgroup has of a tile; maybe none of them is live."""
     return tile.piece if tiling.splits else worklist.rows_of(tile, 0, warpgroup, tiling)
+
+
+def takes_part(tile: Tile, done: jax.Array, warpgroup: Any, tiling: TensorTiling) -> Any:
+    """Returns whether a warpgroup has KV tiles of a tile: by turns, one of them has none of a single one."""
+    return not tiling.splits or (tile.end > tile.piece.first_tile + 1) | (lax.rem(done, WARPGROUPS) == warpgroup)
 
 
 def stage_of(count: Any, tiling: TensorTiling) -> jax.Array:

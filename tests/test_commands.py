@@ -135,7 +135,7 @@ def test_check_explains_bad_options(capsys):
     assert main(["check", "--kind", "decoding"]) == 2
     assert "--kind must be one of full prefill" in capsys.readouterr().out
     assert main(["check", "--backend", "cuda"]) == 2
-    assert "--backend must be one of portable on this machine; got 'cuda'." in capsys.readouterr().out
+    assert "--backend must be one of portable, hopper, blackwell; got 'cuda'." in capsys.readouterr().out
 
 
 def test_the_module_is_a_command():

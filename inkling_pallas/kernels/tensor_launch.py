@@ -1,7 +1,8 @@
 """The kernel for sm_100: its roles, and its launch.
 
-Persistent CTAs walk a list of tiles (`worklist`), or pieces of the line of all KV tiles (`schedule`). Of the four warpgroups of a CTA two do the softmax of 128 query rows
-each, one corrects sums and writes results, and the warps of the last copy and issue matrix products.
+Persistent CTAs walk a list of tiles (`worklist`), or pieces of the line of all KV tiles (`schedule`). Of the four
+warpgroups of a CTA two do the softmax of 128 query rows each, one corrects sums and writes results, and the warps of
+the last copy and issue matrix products. What a warpgroup computes in turn stands in the module of its role.
 """
 
 from typing import Any
@@ -69,7 +70,7 @@ def attend(
         gmem = jax.tree.unflatten(structure, refs[: len(inputs)])
         _program(gmem, Results(out, lse, *others), smem, tmem, bars, tiling)
 
-    parts = mosaic.kernel(
+    parts: Any = mosaic.kernel(
         attend_tiles,
         interpret=interpret,
         auto_barriers=False,
@@ -84,7 +85,9 @@ def attend(
         },
     )(*inputs, *refs)
     results = tuple(jax.freeze(ref) for ref in refs)
-    return combine.merge_pieces(*parts, work, results, tiling, interpret) if parts else results
+    if not isinstance(work, Lengths) or not parts:
+        return results
+    return combine.merge_pieces(*parts, work, results, tiling, interpret)
 
 
 def _part_types(tiling: TensorTiling) -> Any:

@@ -42,7 +42,6 @@ def weigh_rows(
     gmem: Gmem, smem: Smem, tmem: Tmem, bars: Barriers, warpgroup: jax.Array, walk: Walk, tiling: TensorTiling
 ) -> None:
     """Weighs the keys of a warpgroup's rows of each tile; `tensor_buffers` says what it waits for."""
-
     for slot in range(tiling.band_slots):
         plgpu.barrier_arrive(bars.band_free.at[slot * WARPGROUPS + warpgroup])
 

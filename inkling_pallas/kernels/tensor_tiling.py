@@ -1,4 +1,4 @@
-"""How the kernel for sm_100 cuts a problem: static sizes of its tiles, and the columns of tensor memory that they take."""
+"""How the kernel for sm_100 cuts a problem: static sizes, and the columns of tensor memory that they take."""
 
 import dataclasses
 from typing import Any

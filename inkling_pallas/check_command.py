@@ -1,6 +1,7 @@
 """`python -m inkling_pallas check`: every backend of this machine on the cases that it must pass."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the check; returns 0 when nothing is red, 1 when something is, 2 for a bad option."""
     options = parser().parse_args(argv)
+    if options.backend:  # If it is to be interpreted, each warp takes a thread: XLA reads this as the number of cores.
+        os.environ["NPROC"] = str(max(16, os.cpu_count() or 1))
     on_card = device_capability() is not None
     cases = full_cases(on_card=on_card) if options.full else small_cases()
     cases = in_layout(cases, options.layout)

@@ -31,19 +31,19 @@ def small(name, q_lens, kv_lens, **kwargs):
 
 
 CASES = [
-    (small("far", (20, 5), (200, 75), rel_extent=64), TILES),
-    (small("window", (20, 3), (200, 75), window_size=(100, 0), num_heads=4), {**TILES, "band_slots": 2}),
+    (small("far", (18, 5), (170, 40), rel_extent=64), TILES),
+    (small("window", (20,), (160,), window_size=(60, 0), num_heads=4), {**TILES, "band_slots": 2}),
     (small("empty", (0, 1, 0, 2), (0, 3, 7, 2), rel_extent=8, window_size=(4, 0), block_size=8, padding_rows=3), TILES),
-    (small("group 3, page 48", (33, 2), (130, 65), num_heads=3, rel_extent=64, block_size=48), TILES),
+    (small("group 3, page 48", (33, 2), (90, 30), num_heads=3, rel_extent=64, block_size=48), TILES),
     (small("odd extent, packed", (19,), (90,), num_heads=6, num_kv_heads=2, rel_extent=20, layout="packed"), TILES),
     (
         small("float16", (20, 1), (130, 65), head_dim=64, dtype="float16", rel_extent=64),
         {**TILES, "block_kv": 128},
     ),
-    (small("splits", (1, 2), (300, 75), rel_extent=64), SPLITS),
-    (small("split window", (5, 3), (200, 75), window_size=(127, 0), padding_rows=2), SPLITS),
+    (small("splits", (1, 2), (300, 40), rel_extent=64), SPLITS),
+    (small("split window", (5, 3), (150, 75), window_size=(60, 0), padding_rows=2), SPLITS),
     (small("no split", (1, 1), (100, 0), num_kv_heads=2, num_splits=1, layout="interleaved"), SPLITS),
-    (small("freed pages", (1,), (300,), window_size=(127, 0), freed_pages=True), SPLITS),
+    (small("freed pages", (1,), (300,), window_size=(70, 0), freed_pages=True), SPLITS),
 ]
 
 

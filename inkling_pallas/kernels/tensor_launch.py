@@ -34,7 +34,7 @@ from inkling_pallas.problem import Lengths, Operands
 
 _SMEM_BYTES = 226 * 1024  # less than a CTA may have, for barriers and alignment
 # Registers of a thread: 4 x 128 threads share 64 K.
-_SOFTMAX, _CORRECTION, _COPYING = 184, 80, 64
+_SOFTMAX, _CORRECTION, _COPYING = 168, 96, 80
 
 
 def fits(tiling: TensorTiling) -> bool:

@@ -139,6 +139,9 @@ def _kind(name: str) -> str:
     return words.get(first, "multi-token decode" if first == "mtp4" else "decode")
 
 
+_RATIOS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)  # ticks
+
+
 def plot_peers(results: data.Results, theme: Theme = LIGHT) -> Any:
     """Returns a Figure of how long peers take on each case of a suite, in times of ours.
 
@@ -159,12 +162,15 @@ def plot_peers(results: data.Results, theme: Theme = LIGHT) -> Any:
             axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=36, label=name, zorder=3)
         axes.axvline(1, color=theme.ink, lw=1.2)
         axes.set_yticks(range(len(cases)), [case["name"] for case in cases])
-        axes.set(
-            xscale="log", xlabel="time of the peer / time of inkling_pallas (right of the line: the peer is slower)"
-        )
+        axes.set_xlabel("time of the peer / time of inkling_pallas (right of the line: the peer is slower)")
         axes.set_title(f"Peers ({results['meta']['suite']}); names in _nobias leave the bias out")
         axes.grid(axis="y", color=theme.faint, lw=0.6)
         axes.invert_yaxis()
+        ratios = [us / case["us"] for case in cases for us in case["peers"].values()]
+        if max(ratios) > 4 * min(ratios):
+            axes.set_xscale("log")
+            axes.set_xticks([x for x in _RATIOS if min(ratios) / 1.5 <= x <= max(ratios) * 1.5], minor=False)
+            axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.legend(frameon=False, labelcolor=theme.ink, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure

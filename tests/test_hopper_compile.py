@@ -109,6 +109,13 @@ def test_lowers_for_cuda_on_any_machine(name):
     assert lower(LOWERED[name]).as_text().count("custom_call @mosaic_gpu") == _kernels(LOWERED[name])
 
 
+@pytest.mark.parametrize("q_len", [1, 64])
+def test_refuses_more_sequences_than_shared_memory_holds(q_len):
+    assert hopper.unsupported(make_problem(8, 1, batch=3000, q_len=q_len)) is None
+    refusal = hopper.unsupported(make_problem(8, 1, batch=9000, q_len=q_len))
+    assert "batch_size must leave room for its lengths in shared memory on Hopper; got 9000." in str(refusal)
+
+
 # Problem, most registers of the attention kernel, most bytes spilled.
 COMPILED = {
     "global": (make_problem(64, 8), 168, 0),

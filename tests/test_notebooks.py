@@ -31,6 +31,7 @@ def complaints(book) -> list[str]:
             found.append(f"cell {expected} was not executed in order: {cell.execution_count}")
         expected += 1
         found += [f"a cell failed: {out.ename}" for out in cell.outputs if out.output_type == "error"]
+        found += [f"a warning is stored: {out.text[:80]!r}" for out in cell.outputs if out.get("name") == "stderr"]
         tree = ast.parse(cell.source)
         found += [f"logic in a cell: {type(node).__name__}" for node in ast.walk(tree) if isinstance(node, _LOGIC)]
         if isinstance(tree.body[-1], ast.Expr) and not cell.outputs:
@@ -53,13 +54,15 @@ def test_there_are_three_notebooks_each_stored_with_its_outputs():
 
 def test_a_bad_notebook_is_caught():
     output = nbformat.v4.new_output("error", ename="ValueError", evalue="", traceback=[])
+    warning = nbformat.v4.new_output("stream", name="stderr", text="a path of some machine")
     cells = [
         nbformat.v4.new_code_cell("1 + 1", execution_count=2),
-        nbformat.v4.new_code_cell("for i in x:\n    pass", execution_count=2, outputs=[output]),
+        nbformat.v4.new_code_cell("for i in x:\n    pass", execution_count=2, outputs=[output, warning]),
     ]
     assert complaints(nbformat.v4.new_notebook(cells=cells)) == [
         "cell 1 was not executed in order: 2",
         "no output is stored: '1 + 1'",
         "a cell failed: ValueError",
+        "a warning is stored: 'a path of some machine'",
         "logic in a cell: For",
     ]

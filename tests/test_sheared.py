@@ -11,7 +11,6 @@ import pytest
 import inkling_pallas as ip
 from inkling_pallas import check, sheared
 from inkling_pallas.cases import Case, build
-from inkling_pallas.kernels import hopper
 from inkling_pallas.testing import assert_rows_close
 
 LENGTHS = ("cu_seqlens_q", "cache_seqlens", "kv_offset", "total_seqlens")
@@ -184,13 +183,6 @@ def test_plan_explain_and_check_take_a_sheared_table():
     assert_rows_close(ip.inkling_rel_attention(**call, plan=plan), expected, limit=8e-3)
     with pytest.raises(ValueError, match=r"plan must be made for sheared = True; got False\."):
         ip.inkling_rel_attention(**call, plan=ip.plan_batch(**dict(call, rel_logits=None)))
-
-
-def test_auto_leaves_a_sheared_table_to_portable_until_a_card_has_run_it():
-    call = build(Case(name="auto", kind="sheared", q_lens=(1,), kv_lens=(64,), num_heads=8, num_kv_heads=1))
-    plain = ip.plan_batch(**call).problem
-    assert hopper.unproven(plain) is None
-    assert "sheared" in str(hopper.unproven(dataclasses.replace(plain, sheared=True)))
 
 
 REFUSED = {

@@ -19,7 +19,7 @@ from inkling_pallas.kernels.tiling import Tiling
 from inkling_pallas.kernels.worklist import Worklist
 from inkling_pallas.problem import Lengths, Operands, Problem
 
-__all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unproven", "unsupported"]
+__all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -43,13 +43,6 @@ def unsupported(problem: Problem) -> str | None:
             return f"{sentence} {portable}"
     if not candidates(problem):
         return f"batch_size must leave room for its lengths in shared memory on Hopper; got {p.batch_size}. {portable}"
-    return None
-
-
-def unproven(problem: Problem) -> str | None:
-    """Returns why `auto` does not take a problem yet that the kernel should be able to do, or None."""
-    if problem.sheared:
-        return "a sheared table was interpreted and compiled here, but no kernel has read one on a card yet."
     return None
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from inkling_pallas.kernels import band, mosaic, pages, prefill, prefill_buffers
+from inkling_pallas.kernels import band, mosaic, pages, prefill, prefill_buffers, table
 from inkling_pallas.kernels.tiling import RowTiling
 from inkling_pallas.kernels.worklist import Worklist
 from inkling_pallas.problem import Operands
@@ -13,8 +13,8 @@ _SMEM_BYTES = 226 * 1024  # less than a CTA may have, for barriers and alignment
 
 
 def fits(tiling: RowTiling) -> bool:
-    """True if the buffers fit a CTA's shared memory and a bias block fits a copy."""
-    return prefill_buffers.smem_bytes(tiling) <= _SMEM_BYTES and tiling.band_width <= 256
+    """True if shared memory holds the buffers, and the table of the kernel that lists, and a bias block fits a copy."""
+    return max(prefill_buffers.smem_bytes(tiling), table.smem_bytes(tiling)) <= _SMEM_BYTES and tiling.band_width <= 256
 
 
 def attend(

@@ -43,6 +43,11 @@ def smem_type(tiling: Tiling) -> Any:
     return plgpu.SMEM((ROWS, tiling.problem.batch_size), jnp.int32)
 
 
+def smem_bytes(tiling: Tiling) -> int:
+    """Returns what the table takes."""
+    return 4 * ROWS * tiling.problem.batch_size
+
+
 def fill(lengths: Lengths, table_smem: Any, work: Work, tiling: Tiling) -> Table:
     """Makes the table from lengths in global memory; the warpgroup that calls has it complete. Returns its reader."""
     others = {name: ref for name, ref in lengths._asdict().items() if name != "cu_seqlens_q" and ref is not None}

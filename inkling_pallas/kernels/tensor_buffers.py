@@ -152,5 +152,5 @@ def smem_bytes(tiling: TensorTiling) -> int:
     head_dim = tiling.problem.head_dim
     cache = 2 * tiling.num_stages * tiling.block_kv * head_dim
     band = tiling.band_slots * WARPGROUPS * tiling.rows * tiling.band_width
-    words = WARPGROUPS * 2 * LANES + (table.ROWS * tiling.problem.batch_size if tiling.splits else 0)
-    return 2 * (cache + WARPGROUPS * LANES * head_dim + band) + 4 * words
+    words = 4 * WARPGROUPS * 2 * LANES + (table.smem_bytes(tiling) if tiling.splits else 0)
+    return 2 * (cache + WARPGROUPS * LANES * head_dim + band) + words

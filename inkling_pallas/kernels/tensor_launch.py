@@ -18,6 +18,7 @@ from inkling_pallas.kernels import (
     combine,
     mosaic,
     pages,
+    table,
     tensor_buffers,
     tensor_copies,
     tensor_correction,
@@ -38,9 +39,9 @@ _SOFTMAX, _CORRECTION, _COPYING = 168, 96, 80
 
 
 def fits(tiling: TensorTiling) -> bool:
-    """True if the buffers fit a CTA's shared and tensor memory and a bias block fits a copy."""
+    """True if the buffers fit a CTA's shared and tensor memory, as the table of a list does, and a block a copy."""
     return (
-        tensor_buffers.smem_bytes(tiling) <= _SMEM_BYTES
+        max(tensor_buffers.smem_bytes(tiling), table.smem_bytes(tiling)) <= _SMEM_BYTES
         and tiling.tensor_columns <= TENSOR_COLUMNS
         and tiling.band_width <= 256
     )
@@ -87,7 +88,8 @@ def attend(
     results = tuple(jax.freeze(ref) for ref in refs)
     if not isinstance(work, Lengths) or not parts:
         return results
-    return combine.merge_pieces(*parts, work, results, tiling, interpret)
+    part_out, part_lse = parts
+    return combine.merge_pieces(part_out, part_lse, work, results, tiling, interpret)
 
 
 def _part_types(tiling: TensorTiling) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inkling_pallas.attention import inkling_rel_attention
+from inkling_pallas.attention import explain, inkling_rel_attention
 from inkling_pallas.cache import unpack_cache
 from inkling_pallas.cache_cases import before_write
 from inkling_pallas.cases import Case, build, part_of, sequence_alone
@@ -24,6 +24,7 @@ MIN_MARGIN = 5.0
 _MAX_ALONE = 12
 # Tokens that the margin is taken from, first and last included.
 _MARGIN_TOKENS = 128
+_INTERPRETED_CTAS = 2
 Operator = Callable[..., Any]
 
 
@@ -71,6 +72,16 @@ def attend_sheared(**call: Any) -> Any:
     names = ("cu_seqlens_q", "cache_seqlens", "kv_offset", "total_seqlens")
     lengths: dict[str, Any] = {name: jnp.asarray(call[name]) for name in names if call.get(name) is not None}
     return inkling_rel_attention(**{**call, "rel_logits": shear(jnp.asarray(call["rel_logits"]), **lengths)})
+
+
+def interpreted(operator: Operator) -> Operator:
+    """Returns an operator whose kernels run in the Pallas GPU interpreter, on a few CTAs: it runs one at a time."""
+
+    def attend(**call: Any) -> Any:
+        config = explain(**call).config
+        return operator(**call, config=dataclasses.replace(config, num_ctas=_INTERPRETED_CTAS), interpret=True)
+
+    return attend
 
 
 def _spike_probe(case: Case) -> Case | None:

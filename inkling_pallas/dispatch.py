@@ -14,9 +14,9 @@ from inkling_pallas.errors import refuse
 from inkling_pallas.problem import Problem
 from inkling_pallas.splits import default_device, device_capability
 
-BACKENDS = ("portable", "hopper")
+BACKENDS = ("portable", "hopper", "blackwell")
 # Fastest first, by the major compute capability of the default device; any other device takes portable.
-_KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {9: ("hopper",)}
+_KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {9: ("hopper",), 10: ("blackwell",), 11: ("blackwell",)}
 
 
 class PortableFallbackWarning(UserWarning):
@@ -77,10 +77,10 @@ def choose(problem: Problem, backend: str, config: Any) -> Choice:
     raise NotImplementedError(f"No backend takes this call. {reasons}")
 
 
-def known_backend(backend: str) -> str:
+def known_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> str:
     """Returns the name of a backend or "auto"; raises ValueError for any other."""
-    if backend != "auto" and backend not in BACKENDS:
-        rule = f"be 'auto' or one of {', '.join(map(repr, BACKENDS))}"
+    if backend != "auto" and backend not in names:
+        rule = f"be 'auto' or one of {', '.join(map(repr, names))}"
         raise refuse("backend", rule, repr(backend), "'auto' takes the fastest that can.")
     return backend
 

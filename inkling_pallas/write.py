@@ -14,6 +14,8 @@ from inkling_pallas.dispatch import kernels_of, known_backend, load_backend, req
 from inkling_pallas.errors import refuse, require_array, static_bool
 from inkling_pallas.splits import default_device
 
+WRITERS = ("portable", "hopper")
+
 
 def write_kv(
     cache: PagedKVCache,
@@ -63,7 +65,7 @@ def write_kv(
     require_array("v", v, tuple(k.shape), cache.dtype.name, "It is an array like k.")
     require_array("slots", slots, (k.shape[0],), "int32", "One per row of k; -1 for a row that is not to be written.")
     arrays = tuple(map(jnp.asarray, cache.arrays))
-    chosen = _choose(known_backend(backend), cache.layout, arrays, len(k), static_bool("interpret", interpret))
+    chosen = _choose(known_backend(backend, WRITERS), cache.layout, arrays, len(k), static_bool("interpret", interpret))
     written = _jitted_write(cache.layout, chosen, interpret, arrays, *map(jnp.asarray, (k, v, slots)))
     return dataclasses.replace(cache, arrays=written)
 

@@ -23,7 +23,7 @@ from inkling_pallas.layer_options import positive
 from inkling_pallas.layouts import LAYOUTS
 from inkling_pallas.results import card_name, describe_run, write_json
 from inkling_pallas.timing import Call, Clock, make_clock, time_calls
-from inkling_pallas.write import write_kv
+from inkling_pallas.write import WRITERS, write_kv
 
 _KV_HEADS = (16, 8, 1)  # of a local and a global layer of Inkling, and of one device of eight
 _POOL = 4  # times the tokens of a write
@@ -124,16 +124,20 @@ def differing(case: Case, backends: Sequence[str], rows: jax.Array, slots: jax.A
     return [b for b, pairs in zip(backends, arrays, strict=True) if not all(bool((x == y).all()) for x, y in pairs)]
 
 
+def _backends() -> list[str]:
+    return [backend for backend in machine_backends() if backend in WRITERS]
+
+
 def run_case(case: Case, clock: Clock) -> dict[str, Any]:
     """Returns the times of a case in microseconds; `red` names backends that wrote something else, `why` others."""
     results: dict[str, Any] = {"name": case.name, "bytes": case.num_bytes, "us": {}, "ratio": {}, "red": [], "why": {}}
     sets = [rows_and_slots(case, seed) for seed in range(_SETS)]
-    for backend in machine_backends():
+    for backend in _backends():
         try:
             results["red"] += differing(case, [backend], *sets[0])
         except NotImplementedError as error:
             results["why"][backend] = str(error)
-    able = [b for b in machine_backends() if b not in (*results["red"], *results["why"])]
+    able = [b for b in _backends() if b not in (*results["red"], *results["why"])]
     calls = {backend: writing(case, backend, sets) for backend in able} | copying(sets)
     times = {name: timing.us for name, timing in time_calls(calls, clock).items()}
     results["floor_us"] = round(min(times["copy"], times["flip"]), 3)
@@ -153,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"bench-write: {error}")
         return 2
-    head = ["case", "copy us", *(f"{b} us (ratio)" for b in machine_backends()), "wrong"]
+    head = ["case", "copy us", *(f"{b} us (ratio)" for b in _backends()), "wrong"]
     table(f"{options.tokens} tokens on {card_name()}", head, [_row(case) for case in cases])
     if options.out:
         path = options.out / f"{card_name()}-write-{options.tokens}.json"
@@ -164,6 +168,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _row(case: dict[str, Any]) -> list[str]:
-    timed = [(case["us"].get(b), case["ratio"].get(b)) for b in machine_backends()]
+    timed = [(case["us"].get(b), case["ratio"].get(b)) for b in _backends()]
     cells = ["-" if us is None else f"{us:,.1f} ({ratio:.2f})" for us, ratio in timed]
     return [case["name"], f"{case['floor_us']:,.1f}", *cells, ", ".join(case["red"]) or "-"]

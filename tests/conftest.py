@@ -7,6 +7,11 @@ import subprocess
 # The oracle has threads of its own; BLAS threads beside them spin. Set before NumPy is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# The interpreter runs each warp of a kernel on a thread, and one that waits keeps a thread of XLA's pool: on few cores
+# all of them may wait, and what they wait for never runs. XLA reads this as the number of cores.
+if int(os.environ.get("NPROC", os.cpu_count() or 1)) < 16:
+    os.environ["NPROC"] = "16"
+
 import jax
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""The Hopper kernels in the GPU interpreter, race detector on, with a config of the test's choice."""
+"""The kernels in the GPU interpreter, race detector on, with a config of the test's choice."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ LIMITS = {"bfloat16": 6e-3, "float16": 1.5e-3}
 _LEFT_OUT = ("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_seqlens", "out")
 
 
-def attend(arguments: dict[str, Any], config: hopper.Config, **overrides: Any) -> Any:
-    """Runs the kernels of a call; returns what `hopper.attend` returns, as NumPy."""
+def attend(arguments: dict[str, Any], config: Any, *, kernel: Any = hopper, **overrides: Any) -> Any:
+    """Runs the kernels of a call; returns what `attend` of the module `kernel` returns, as NumPy."""
     given = {**dict.fromkeys(_LEFT_OUT), "causal": True, "return_lse": True, **arguments, "backend": "portable"}
     checked = check_call({**given, "interpret": False, **overrides})
     problem = checked.problem
-    assert hopper.unsupported(problem) is None
+    assert kernel.unsupported(problem) is None
     interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    plan = hopper.plan(problem, config, checked.lengths, interpreter)
-    return jax.tree.map(np.asarray, hopper.attend(problem, config, checked.operands, plan, interpreter))
+    plan = kernel.plan(problem, config, checked.lengths, interpreter)
+    return jax.tree.map(np.asarray, kernel.attend(problem, config, checked.operands, plan, interpreter))
 
 
 def assert_right(results: Any, arguments: dict[str, Any], capfd: Any, limit: float) -> None:

@@ -165,7 +165,7 @@ def test_refused_at_trace_time(what):
 
 
 def test_an_unknown_backend_names_those_there_are():
-    message = "backend must be 'auto' or one of 'portable', 'hopper'; got 'cuda'. 'auto' takes the fastest that can."
+    message = "backend must be 'auto' or one of 'portable', 'hopper', 'blackwell'; got 'cuda'. 'auto' takes the fastest that can."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ip.inkling_rel_attention(**_with(backend="cuda"))
 

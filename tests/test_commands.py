@@ -135,7 +135,22 @@ def test_check_explains_bad_options(capsys):
     assert main(["check", "--kind", "decoding"]) == 2
     assert "--kind must be one of full prefill" in capsys.readouterr().out
     assert main(["check", "--backend", "cuda"]) == 2
-    assert "--backend must be one of portable on this machine; got 'cuda'." in capsys.readouterr().out
+    assert "--backend must be one of portable, hopper, blackwell; got 'cuda'." in capsys.readouterr().out
+
+
+def test_check_interprets_a_kernel_whose_card_is_not_there(monkeypatch, capsys):
+    judged = []
+
+    def judge(case, operator, **how):
+        judged.append((case.name, operator, how))
+        raise NotImplementedError("not now")
+
+    monkeypatch.setenv("NPROC", "16")
+    monkeypatch.setattr(check_command, "judge", judge)
+    assert main(["check", "--backend", "blackwell", "--kind", "decode"]) == 0
+    assert "no card for blackwell here; the Pallas interpreter runs its small cases" in capsys.readouterr().out
+    assert [(name, how) for name, _, how in judged] == [("small_decode", {"backend": "blackwell"})]
+    assert all(operator is not check_command.inkling_rel_attention for _, operator, _ in judged)
 
 
 def test_the_module_is_a_command():

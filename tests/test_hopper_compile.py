@@ -39,10 +39,10 @@ def make_problem(heads, kv_heads, *, batch=32, q_len=1, head_dim=128, local=Fals
     )
 
 
-def lower(problem, device=None):
+def lower(problem, device=None, kernel: Any = hopper):
     """Lowers the kernels of a problem, with the config that it would get."""
-    assert hopper.unsupported(problem) is None
-    config = hopper.choose_config(problem)
+    assert kernel.unsupported(problem) is None
+    config = kernel.choose_config(problem)
     sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
 
     def shape(dims, dtype=problem.dtype) -> Any:
@@ -68,7 +68,7 @@ def lower(problem, device=None):
     )
 
     def attend(operands, lengths):
-        return hopper.attend(problem, config, operands, hopper.plan(problem, config, lengths), False)
+        return kernel.attend(problem, config, operands, kernel.plan(problem, config, lengths), False)
 
     platforms: Any = {} if device is not None else {"lowering_platforms": ("cuda",)}
     return jax.jit(attend).trace(operands, lengths).lower(**platforms)

@@ -14,6 +14,7 @@ from jax import lax
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+_SLACK_LOG2 = 8.0
 
 
 class State(NamedTuple):
@@ -104,15 +105,34 @@ def weigh_rows(top_log2: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.A
     return top, decay, jnp.exp2(scores * LOG2_E - along_rows(reference, scores.shape[1]))
 
 
+def weigh_rows_lazily(reference_log2: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `weigh_rows`, but earlier weights are rescaled only where the largest score has grown much.
+
+    The first result is what weights are relative to: they are at most 2**8, which every dtype of weights holds, and
+    rows whose largest score has settled decay by exactly 1.
+    """
+    top = scores.max(axis=1) * LOG2_E
+    reference_after = jnp.where(top > reference_log2 + _SLACK_LOG2, top, reference_log2)
+    reference = finite(reference_after)
+    decay = jnp.where(reference_after == reference_log2, jnp.ones_like(top), jnp.exp2(reference_log2 - reference))
+    return reference_after, decay, jnp.exp2(scores * LOG2_E - along_rows(reference, scores.shape[1]))
+
+
 def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
     """Returns the normalised rows [rows, head_dim] and their log-sum-exp in log2 units.
 
     0 and -inf for a row without keys.
     """
-    live = state.weight > 0.0
-    divisor = jnp.where(live, state.weight, jnp.ones_like(state.weight))
-    lse_log2 = jnp.where(live, state.top_log2 + jnp.log2(divisor), jnp.full_like(divisor, -jnp.inf))
-    return state.acc * along_rows(1.0 / divisor, state.acc.shape[1]), lse_log2
+    scale, lse_log2 = scale_and_lse(state.weight, state.top_log2)
+    return state.acc * along_rows(scale, state.acc.shape[1]), lse_log2
+
+
+def scale_and_lse(weight: jax.Array, reference_log2: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns what the sums of some rows are to be multiplied by, and their log-sum-exp in log2 units."""
+    live = weight > 0.0
+    divisor = jnp.where(live, weight, jnp.ones_like(weight))
+    lse_log2 = jnp.where(live, reference_log2 + jnp.log2(divisor), jnp.full_like(divisor, -jnp.inf))
+    return 1.0 / divisor, lse_log2
 
 
 class Merged(NamedTuple):

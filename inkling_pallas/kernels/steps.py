@@ -29,7 +29,7 @@ def load_rows(ref: Any, phase: jax.Array, width: int, *, interpret: bool) -> jax
       interpret: use the twin.
     """
     if interpret:
-        return _gather(ref, phase, 64, width)
+        return gather_rows(ref, phase, 64, width)
     code = functools.partial(inline_steps.load_rows, **_shape_of(ref), width=width)
     return call_inline(code, (PLAIN, SCALAR), ref, phase, result=result_type((64, width), ref.dtype, WGMMA))
 
@@ -44,7 +44,7 @@ def load_columns(ref: Any, phase: jax.Array, shape: tuple[int, int], *, interpre
       interpret: use the twin.
     """
     if interpret:
-        return _gather(ref, phase, shape[1], shape[0]).T
+        return gather_rows(ref, phase, shape[1], shape[0]).T
     code = functools.partial(inline_steps.load_columns, **_shape_of(ref), shape=shape)
     return call_inline(code, (PLAIN, SCALAR), ref, phase, result=result_type(shape, ref.dtype, WGMMA))
 
@@ -54,7 +54,8 @@ def _shape_of(ref: Any) -> dict[str, int]:
     return {"rows": tokens * group, "group": group, "tokens": tokens}
 
 
-def _gather(ref: Any, phase: jax.Array, count: int, width: int) -> jax.Array:
+def gather_rows(ref: Any, phase: jax.Array, count: int, width: int) -> jax.Array:
+    """Returns what `load_rows` returns, for `count` rows: the interpreter's twin."""
     tokens, group, pitch = ref.shape
     row = jnp.minimum(lax.iota(jnp.int32, count), tokens * group - 1)
     start = 8 * (lax.div(phase + (tokens - 1), 8) - lax.div(phase + lax.div(row, group), 8))

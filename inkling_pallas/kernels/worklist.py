@@ -115,8 +115,13 @@ def tile_of(item: Item, head: jax.Array, tiling: RowTiling) -> Tile:
         tiles=item.tiles,
         base=zero,
     )
-    end = item.first_tile + item.tiles
-    return Tile(piece, _first_biased(piece, end, tiling), end, item.clean_begin, item.clean_end)
+    return tile_from(piece, item.clean_begin, item.clean_end, tiling)
+
+
+def tile_from(piece: Piece, clean_begin: jax.Array, clean_end: jax.Array, tiling: RowTiling) -> Tile:
+    """Returns a piece whose first tile is its own as a tile."""
+    end = piece.first_tile + piece.end - piece.begin
+    return Tile(piece, _first_biased(piece, end, tiling), end, clean_begin, clean_end)
 
 
 def _first_biased(piece: Piece, end: jax.Array, tiling: RowTiling) -> jax.Array:
@@ -156,6 +161,12 @@ def bands_of(tile: Tile, rows: Piece, tiling: RowTiling) -> Bands:
         edge_end = jnp.clip(lax.div(hidden + (tiling.block_kv - 1), tiling.block_kv), first, tile.end)
     biased = jnp.maximum(tile.first_biased, edge_end)
     return Bands(first, edge_end, biased, jnp.clip(_first_masked(rows, tiling), biased, tile.end), tile.end)
+
+
+def clean_rows_of(tile: Tile, t: jax.Array, tiling: RowTiling) -> tuple[jax.Array, jax.Array]:
+    """Returns [begin, end) of the rows of KV tile t that come from finite memory; may be past the tile's own."""
+    first_key = t * tiling.block_kv
+    return tile.clean_begin - first_key, tile.clean_end - first_key
 
 
 def table_of(words: Any) -> Table:

@@ -1,0 +1,122 @@
+"""Assembly and launch for sm_100 and sm_110: what is supported, and the kernels of a call in order.
+
+Interpreted, and assembled for sm_100a; never run on a card. `auto` does not take it for that reason.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inkling_pallas.kernels import listing, shear, tensor_launch
+from inkling_pallas.kernels.tensor_tiling import TensorTiling
+from inkling_pallas.kernels.worklist import Worklist
+from inkling_pallas.problem import Lengths, Operands, Problem
+from inkling_pallas.sequences import place_rows
+from inkling_pallas.sheared import ShearedLogits, row_shifts
+
+_MAX_ROWS = 64  # packed query rows of a sequence per kv head up to which keys are split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tuning choices: keys of a tile, tiles in flight, bias blocks in flight, CTAs (one per SM), and what they walk.
+
+    With `splits` CTAs take equal shares of all keys, else whole tiles of query rows.
+    """
+
+    block_kv: int = 64
+    num_stages: int = 3
+    band_slots: int = 1
+    num_ctas: int = 148
+    splits: bool = False
+
+
+def tiling_of(problem: Problem, config: Config, interpret: bool = False) -> TensorTiling:
+    """Returns how the kernel cuts a problem, whose table is sheared by then."""
+    problem = dataclasses.replace(problem, sheared=True)
+    return TensorTiling(problem=problem, interpret=interpret, **dataclasses.asdict(config))
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Returns why this backend does not take a problem, or None if it does."""
+    p, portable = problem, 'Use backend="portable".'
+    rules: list[tuple[bool, str]] = [
+        (p.causal, "causal must be True on Blackwell; got False."),
+        (p.dtype in ("bfloat16", "float16"), f"q must have dtype bfloat16 or float16 on Blackwell; got {p.dtype}."),
+        (p.head_dim in (64, 128), f"head_dim must be 64 or 128 on Blackwell; got {p.head_dim}."),
+        (p.group <= 16, f"num_heads / num_kv_heads must be at most 16 on Blackwell; got {p.group}."),
+        (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Blackwell; got {p.block_size}."),
+        (p.sheared or p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Blackwell; got {p.rel_extent}."),
+        (not p.is_empty, "the batch and the cache must not be empty on Blackwell; got an empty shape."),
+    ]
+    for holds, sentence in rules:
+        if not holds:
+            return f"{sentence} {portable}"
+    if not candidates(problem):
+        return f"batch_size must leave room for its lengths in shared memory; got {p.batch_size}. {portable}"
+    return None
+
+
+def unproven(problem: Problem) -> str:
+    """Returns why `auto` does not take any problem yet."""
+    del problem
+    command = "python -m inkling_pallas check --backend blackwell"
+    return f"its kernel was interpreted and assembled, but has not run on a card yet. Check it on this one: {command}"
+
+
+def candidates(problem: Problem) -> list[Config]:
+    """Returns configurations that fit, from the one with most bytes in flight on. None was measured."""
+    splits = problem.max_seqlen_q * problem.group <= _MAX_ROWS
+    configs = [Config(num_stages=stages, band_slots=slots, splits=splits) for stages in (4, 3, 2) for slots in (2, 1)]
+    return [config for config in configs if tensor_launch.fits(tiling_of(problem, config))]
+
+
+def choose_config(problem: Problem) -> Config:
+    """Returns the first configuration that fits."""
+    return candidates(problem)[0]
+
+
+class Plan(NamedTuple):
+    """What the layers of a step share: the caller's lengths, and a list of tiles unless keys are split."""
+
+    lengths: Lengths
+    work: Worklist | None
+
+
+def plan(problem: Problem, config: Config, lengths: Lengths, interpret: Any = False) -> Plan:
+    """Returns the plan of a step."""
+    if config.splits:
+        return Plan(lengths, None)
+    return Plan(lengths, listing.make_worklist(lengths, tiling_of(problem, config, bool(interpret)), interpret))
+
+
+def attend(
+    problem: Problem, config: Config, operands: Operands, plan: Plan, interpret: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns attention and, if asked for, its log-sum-exp. See `inkling_rel_attention`.
+
+    A plain table is sheared first, which reads and writes it once.
+
+    Returns:
+      out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
+    """
+    shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
+    rows = problem.num_tokens * problem.num_heads
+    out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
+    results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
+    operands = operands._replace(rel_logits=_shear(problem, operands.rel_logits, plan.lengths, interpret))
+    tiling = tiling_of(problem, config, bool(interpret))
+    results = tensor_launch.attend(operands, plan.work or plan.lengths, results, tiling, interpret)
+    return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None
+
+
+def _shear(problem: Problem, bias: jax.Array | ShearedLogits, lengths: Lengths, interpret: Any) -> ShearedLogits:
+    """Returns the bias in the sheared layout."""
+    if isinstance(bias, ShearedLogits):
+        return bias
+    rows, sizes = place_rows(problem.num_tokens, lengths), {"rel_extent": problem.rel_extent}
+    shifts = row_shifts(rows.q_start, rows.q_len, rows.first_pos, num_tokens=problem.num_tokens, **sizes)
+    return ShearedLogits(table=shear.shear(bias, shifts, interpret), shifts=shifts, **sizes)

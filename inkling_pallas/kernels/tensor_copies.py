@@ -1,0 +1,79 @@
+"""The copying warps of the kernel for sm_100: K, V and the bias, into the rings of `tensor_buffers`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import band, pages, tensor_walk
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.tensor_buffers import Barriers, Gmem, Smem
+from inkling_pallas.kernels.tensor_tiling import TensorTiling
+from inkling_pallas.kernels.tensor_walk import Walk
+from inkling_pallas.kernels.tiling import WARPGROUPS
+from inkling_pallas.kernels.worklist import Tile
+
+
+def stream_keys(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
+    """Copies K. Arrives on k_ready, waits on k_free."""
+
+    def copy(stage: jax.Array, piece: Piece, t: jax.Array) -> None:
+        ready = bars.k_ready.at[stage]
+        pages.fetch_tile(gmem.key, gmem.block_table, smem.k.at[stage], ready, piece, t, tiling, values=False)
+
+    _stream_cache(bars.k_free, copy, walk, tiling)
+
+
+def stream_values(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
+    """Copies V. Arrives on v_ready, waits on v_free."""
+
+    def copy(stage: jax.Array, piece: Piece, t: jax.Array) -> None:
+        ready = bars.v_ready.at[stage]
+        pages.fetch_tile(gmem.value, gmem.block_table, smem.v.at[stage], ready, piece, t, tiling, values=True)
+
+    _stream_cache(bars.v_free, copy, walk, tiling)
+
+
+def _stream_cache(
+    free: Any, copy: Callable[[jax.Array, Piece, jax.Array], None], walk: Walk, tiling: TensorTiling
+) -> None:
+    """Calls copy(stage, piece, KV tile) for each KV tile of a CTA once the stage is free."""
+    stages = tiling.num_stages
+
+    def wait_until_free(count: jax.Array) -> None:
+        stage = tensor_walk.stage_of(count, tiling)
+        pl.when(count >= stages)(lambda: plgpu.barrier_wait(free.at[stage]))
+
+    def copy_tile(tile: Tile, done: jax.Array) -> None:
+        @pl.loop(tile.piece.first_tile, tile.end)
+        def _(t: jax.Array) -> None:
+            count = done + t - tile.piece.first_tile
+            wait_until_free(count)
+            copy(tensor_walk.stage_of(count, tiling), tile.piece, t)
+
+    total = walk.for_each_tile(tiling, copy_tile)
+    if tiling.interpret:  # It wants every completion of a barrier to be seen.
+        for i in range(stages):
+            wait_until_free(total + i)
+
+
+def stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
+    """Copies bias blocks. Arrives on band_ready, waits on band_free."""
+
+    def copy_tile(tile: Tile, done: jax.Array) -> None:
+        @pl.loop(tile.first_biased, tile.end)
+        def _(t: jax.Array) -> None:
+            count = done + t - tile.piece.first_tile
+            slot = tiling.band_slot(count)
+            for w in tiling.warpgroups_of(count):
+                index = slot * WARPGROUPS + w
+                plgpu.barrier_wait(bars.band_free.at[index])
+                rows = tensor_walk.rows_of(tile, w, tiling)
+                band.fetch_block(gmem.rel_logits, smem.band.at[slot, w], bars.band_ready.at[index], rows, t, tiling)
+
+    walk.for_each_tile(tiling, copy_tile)
+    if tiling.interpret:
+        for index in range(tiling.band_slots * WARPGROUPS):
+            plgpu.barrier_wait(bars.band_free.at[index])

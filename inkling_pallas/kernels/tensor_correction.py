@@ -1,0 +1,154 @@
+"""The correcting warpgroup of the kernel for sm_100: rescales sums as the softmax moves on, and writes results.
+
+The only writer of its outputs. It clears dead rows of V, too, since it has the time.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import epilogue, lanes, mosaic, pages, schedule, softmax, tensor_walk, worklist
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.tensor_buffers import Barriers, Results, Smem, Tmem
+from inkling_pallas.kernels.tensor_tiling import LANES, TensorTiling
+from inkling_pallas.kernels.tensor_walk import Walk
+from inkling_pallas.kernels.tiling import WARPGROUPS
+from inkling_pallas.kernels.worklist import Tile
+
+_COLUMNS = 32  # of the sums at a time, which leaves registers to the softmax
+
+
+def correct(results: Results, smem: Smem, tmem: Tmem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
+    """Corrects and writes the rows of each tile of a CTA; `tensor_buffers` says what it waits for."""
+    for w in range(WARPGROUPS):
+        plgpu.barrier_arrive(bars.note_free.at[w])
+
+    def finish(tile: Tile, done: jax.Array) -> None:
+        first = tile.piece.first_tile
+
+        @pl.loop(first, tile.end)
+        def _(t: jax.Array) -> None:
+            _clear_dead_keys(smem, bars, tile, t, tensor_walk.stage_of(done + t - first, tiling), tiling)
+            for w in tiling.warpgroups_of(done + t - first):
+                _rescale(smem, tmem, bars, w, t >= first + tiling.stride, tiling)
+
+        if tiling.splits:
+            _write_piece(results, smem, tmem, bars, tile, done, walk.cta, tiling)
+        else:
+            for w in range(WARPGROUPS):
+                _write_rows(results, smem, tmem, bars, w, tensor_walk.rows_of(tile, w, tiling), tiling)
+
+    walk.for_each_tile(tiling, finish)
+    epilogue.clear_unowned_rows(results.out, results.lse, walk.table, walk.cta, tiling)
+
+
+def _clear_dead_keys(
+    smem: Smem, bars: Barriers, tile: Tile, t: jax.Array, stage: jax.Array, tiling: TensorTiling
+) -> None:
+    """Clears the V rows that no row of the sequence sees, in the few tiles that have some."""
+    plgpu.barrier_wait(bars.v_ready.at[stage])
+    begin, end = worklist.clean_rows_of(tile, t, tiling)
+
+    @pl.when((begin > 0) | (end < tiling.block_kv))
+    def _() -> None:
+        pages.clear_dead_rows(smem.v.at[stage], begin, end, tiling)
+        plgpu.barrier_arrive(bars.v_clear.at[stage])
+
+
+def _rescale(smem: Smem, tmem: Tmem, bars: Barriers, w: Any, has_sums: jax.Array, tiling: TensorTiling) -> None:
+    """Multiplies the sums of a warpgroup's rows by their decay, where one is less than 1."""
+    (decay,) = _take_note(smem, bars, w, 1)
+
+    @pl.when(has_sums)
+    def _() -> None:
+        plgpu.barrier_wait(bars.o_done.at[w])
+
+        @pl.when(lanes.any_below_one(decay, interpret=tiling.interpret))
+        def _() -> None:
+            for columns in _columns(tiling):
+                lanes.multiply(tmem.sums.at[w, :, columns], decay, interpret=tiling.interpret)
+
+    plgpu.commit_tmem()
+    plgpu.barrier_arrive(bars.o_ready.at[w])
+
+
+def _take_note(smem: Smem, bars: Barriers, w: Any, words: int) -> list[jax.Array]:
+    plgpu.barrier_wait(bars.note_ready.at[w])
+    note = [plgpu.load(smem.notes.at[w, i], layout=lanes.ROWS) for i in range(words)]
+    plgpu.barrier_arrive(bars.note_free.at[w])
+    return note
+
+
+def _columns(tiling: TensorTiling) -> list[slice]:
+    return [slice(first, first + _COLUMNS) for first in range(0, tiling.problem.head_dim, _COLUMNS)]
+
+
+def _write_rows(
+    results: Results, smem: Smem, tmem: Tmem, bars: Barriers, w: int, piece: Piece, tiling: TensorTiling
+) -> None:
+    """Writes the live rows of a warpgroup."""
+    weight, reference = _take_note(smem, bars, w, 2)
+    plgpu.barrier_wait(bars.o_done.at[w])
+    scale, lse_log2 = softmax.scale_and_lse(weight, reference)
+    places = _places(piece, tiling)
+    for columns in _columns(tiling):
+        values = lanes.load(tmem.sums.at[w, :, columns]) * softmax.along_rows(scale, _COLUMNS)
+        _store(results.out, places, values, columns, tiling)
+    if results.lse is not None:
+        lanes.store_scalars(results.lse, places, lse_log2 * softmax.LN_2, interpret=tiling.interpret)
+
+
+def _places(piece: Piece, tiling: TensorTiling) -> jax.Array:
+    """Returns which row of the output each row is, -1 for those that are not live."""
+    row = mosaic.iota((LANES,), 0, lanes.ROWS)
+    return jnp.where(row < piece.tokens * tiling.problem.group, schedule.output_row(tiling, piece, row), -1)
+
+
+def _store(ref: Any, places: jax.Array, values: jax.Array, columns: slice, tiling: TensorTiling) -> None:
+    lanes.store_rows(ref, places, values.astype(ref.dtype), columns.start, interpret=tiling.interpret)
+
+
+def _write_piece(
+    results: Results,
+    smem: Smem,
+    tmem: Tmem,
+    bars: Barriers,
+    tile: Tile,
+    done: jax.Array,
+    cta: jax.Array,
+    tiling: TensorTiling,
+) -> None:
+    """Merges both warpgroups' rows; writes a whole unit to the outputs, and part of one to its slot."""
+    piece = tile.piece
+    notes = [_take_note(smem, bars, w, 2) for w in range(WARPGROUPS)]
+    for w in range(WARPGROUPS):
+        pl.when(tensor_walk.takes_part(tile, done, w, tiling))(lambda w=w: plgpu.barrier_wait(bars.o_done.at[w]))
+    top = jnp.maximum(notes[0][1], notes[1][1])
+    shares = [jnp.exp2(reference - softmax.finite(top)) for _, reference in notes]
+    scale, lse_log2 = softmax.scale_and_lse(notes[0][0] * shares[0] + notes[1][0] * shares[1], top)
+
+    def merged(columns: slice) -> jax.Array:
+        terms = []
+        for w, share in enumerate(shares):
+            factor = softmax.along_rows(share * scale, _COLUMNS)
+            # Sums that were never written may be NaN.
+            sums = lanes.load(tmem.sums.at[w, :, columns])
+            terms.append(jnp.where(factor > 0, sums * factor, jnp.zeros_like(sums)))
+        return terms[0] + terms[1]
+
+    def write(out: Any, lse: Any, lse_values: jax.Array, places: jax.Array) -> None:
+        for columns in _columns(tiling):
+            _store(out, places, merged(columns), columns, tiling)
+        if lse is not None:
+            lanes.store_scalars(lse, places, lse_values, interpret=tiling.interpret)
+
+    places = _places(piece, tiling)
+    whole = (piece.begin == 0) & (piece.end == piece.tiles)
+    pl.when(whole)(lambda: write(results.out, results.lse, lse_log2 * softmax.LN_2, places))
+    if not tiling.whole_units:
+        slot = schedule.slot_of(cta, piece.end == piece.tiles) * tiling.rows
+        part = jnp.where(places >= 0, slot + mosaic.iota((LANES,), 0, lanes.ROWS), -1)
+        pl.when(jnp.logical_not(whole))(lambda: write(results.part_out, results.part_lse, lse_log2, part))

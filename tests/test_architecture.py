@@ -51,7 +51,7 @@ LAYERS = (
         "kernels.write_kv",
     ),
     ("kernels.prefill_overlap",),
-    ("kernels.prefill_tiles",),
+    ("kernels.gmem", "kernels.prefill_tiles"),
     (
         "kernels.buffers",
         "kernels.pages",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.kernels import band, buffers, combine, decode, listing, mosaic, pages, prefill_launch
+from inkling_pallas.kernels import buffers, combine, decode, gmem, listing, mosaic, prefill_launch
 from inkling_pallas.kernels.hopper_configs import (
     Config,
     candidates,
@@ -114,21 +114,13 @@ def _attend_pieces(
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Launches the first kernel; returns its partial results and the outputs."""
     parts = tiling.slots * tiling.rows
-    inputs = buffers.Gmem(
-        q=operands.q,
-        key=pages.split_pages(operands.cache_arrays[0], tiling),
-        value=pages.split_pages(operands.cache_arrays[-1], tiling),
-        block_table=operands.block_table,
-        rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
-        lengths=lengths,
-    )
-    arrays, structure = jax.tree.flatten(inputs)
+    arrays, structure = jax.tree.flatten(gmem.of_operands(operands, lengths, tiling))
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_pieces(*refs: Any, smem: Any, bars: Any) -> None:
-        gmem = jax.tree.unflatten(structure, refs[: len(arrays)])
+        inputs = jax.tree.unflatten(structure, refs[: len(arrays)])
         out, *lse, part_out, part_lse = refs[len(arrays) :]
-        decode.program(gmem, buffers.Results(part_out, part_lse, out, lse[0] if lse else None), smem, bars, tiling)
+        decode.program(inputs, buffers.Results(part_out, part_lse, out, lse[0] if lse else None), smem, bars, tiling)
 
     part_out, part_lse = mosaic.kernel(
         attend_pieces,

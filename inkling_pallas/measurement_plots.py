@@ -6,6 +6,7 @@ They return a matplotlib Figure. matplotlib comes with the extra `demo` and is i
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,14 @@ def plot_peers(results: data.Results, theme: Theme = LIGHT) -> Any:
     return figure
 
 
+def save_svg(figure: Any, path: Path) -> None:
+    """Writes a figure, with the same bytes for the same figure."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "inkling_pallas"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
 def _short(count: int) -> str:
     return f"{count // 1024}k" if count >= 1024 and count % 1024 == 0 else f"{count}"
 
@@ -187,6 +196,6 @@ def _row(figure: Any, count: int) -> Sequence[Any]:
 @contextlib.contextmanager
 def _themed(theme: Theme, width: float, height: float) -> Iterator[Any]:
     keys = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    style = dict.fromkeys(keys, theme.ink) | {"axes.facecolor": theme.paper, "svg.hashsalt": "inkling_pallas"}
+    style = dict.fromkeys(keys, theme.ink) | {"axes.facecolor": theme.paper}
     with new_figure(width, height, style=style, paper=theme.paper) as figure:
         yield figure

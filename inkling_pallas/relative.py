@@ -1,11 +1,15 @@
 """What feeds the operator and what merges its parts: relative logits, log scaling, partial results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from inkling_pallas.errors import refuse
+
+_GATHERED_BYTES = 2**20  # of a part
 
 
 def relative_logits(r: jax.Array, proj: jax.Array, tau: jax.Array | None = None) -> jax.Array:
@@ -106,12 +110,44 @@ def merge_partials(
     parts, logs = (x if isinstance(x, jax.Array) else jnp.stack(list(x)) for x in (outs, lses))
     if parts.shape[:-1] != logs.shape:
         raise refuse("lses", f"have shape {parts.shape[1:-1]} each", logs.shape[1:], "They come from return_lse=True.")
-    top = logs.max(axis=0)
+    out, lse = _merge(
+        parts.astype(jnp.float32),
+        logs,
+        largest=lambda x: x.max(axis=0, keepdims=True),
+        total=lambda pair: jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), pair),
+    )
+    return out[0].astype(parts.dtype), lse[0]
+
+
+def merge_over_axis(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
+    """Returns attention over all keys from each device's part of them, inside `jax.shard_map`.
+
+    Few rows, as of a decode, are gathered on all devices by one collective, which takes the time of its latency; of
+    many rows only sums are exchanged.
+
+    Args:
+      out: float32[num_tokens, num_heads, head_dim] of this device's keys.
+      lse: natural-log float32[num_tokens, num_heads].
+      axis: mesh axis of the parts.
+
+    Returns:
+      (out, lse), the same on each device; 0 and -inf in rows that see no key in any part.
+    """
+    if out.size * out.dtype.itemsize <= _GATHERED_BYTES:
+        parts = lax.all_gather(jnp.concatenate([out, lse[..., None]], axis=-1), axis)
+        return merge_partials(parts[..., :-1], parts[..., -1])
+    return _merge(out, lse, largest=lambda x: lax.pmax(x, axis), total=lambda pair: lax.psum(pair, axis))
+
+
+def _merge(
+    outs: jax.Array, lses: jax.Array, *, largest: Callable[[Any], Any], total: Callable[[Any], Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns parts merged, wherever they lie: `largest` reduces an array over them, `total` a pair of arrays."""
+    top = largest(lses)
     finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weights = jnp.exp(logs - finite_top[None])
-    total = weights.sum(axis=0)
-    safe_total = jnp.where(total == 0, 1.0, total)
+    weights = jnp.exp(lses - finite_top)
     # A part with weight 0 saw no key; what it holds must not matter, and 0 * NaN is NaN.
-    seen = jnp.where((weights > 0)[..., None], parts.astype(jnp.float32), 0.0)
-    out = (weights[..., None] * seen).sum(axis=0) / safe_total[..., None]
-    return out.astype(parts.dtype), jnp.where(total == 0, -jnp.inf, finite_top + jnp.log(safe_total))
+    seen = jnp.where((weights > 0)[..., None], outs, 0.0)
+    weight, out = total((weights, weights[..., None] * seen))
+    divisor = jnp.where(weight == 0, 1.0, weight)
+    return out / divisor[..., None], jnp.where(weight == 0, -jnp.inf, finite_top + jnp.log(divisor))

@@ -52,7 +52,7 @@ def write_report(folder: Path, readme: Path, plot_folder: Path) -> None:
     plot_folder.mkdir(parents=True, exist_ok=True)
     for name, draw in figures(results).items():
         for theme_name, theme in {"light": plots.LIGHT, "dark": plots.DARK}.items():
-            draw(theme).savefig(plot_folder / f"{name}-{theme_name}.svg", metadata={"Date": None})
+            plots.save_svg(draw(theme), plot_folder / f"{name}-{theme_name}.svg")
     readme.write_text(text, encoding="utf-8")
 
 

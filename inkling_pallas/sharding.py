@@ -12,7 +12,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from inkling_pallas.attention import inkling_rel_attention
@@ -20,11 +19,10 @@ from inkling_pallas.cache import PagedKVCache
 from inkling_pallas.context import ContextShards
 from inkling_pallas.errors import float_dtype, refuse, static_bool, static_int
 from inkling_pallas.layouts import HEAD_AXIS
-from inkling_pallas.relative import merge_partials
+from inkling_pallas.relative import merge_over_axis
 from inkling_pallas.sheared import ALIGNMENT, ShearedLogits
 from inkling_pallas.write import write_kv
 
-_GATHERED_BYTES = 2**20  # of a part
 _BY_SHARD = ("block_table", "cache_seqlens", "kv_offset")
 _REPLICATED = ("block_table", "cache_seqlens", "cu_seqlens_q", "kv_offset", "total_seqlens")
 
@@ -219,33 +217,6 @@ class AttentionMesh:
     def _map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         # Unchecked: a kernel's outputs do not say over which mesh axes they vary, and psum makes them equal anyway.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def merge_over_axis(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Returns attention over all keys from each device's part of them, inside `jax.shard_map`.
-
-    Few rows, as of a decode, are gathered on all devices by one collective, which takes the time of its latency; of
-    many rows only sums are exchanged.
-
-    Args:
-      out: float32[num_tokens, num_heads, head_dim] of this device's keys.
-      lse: natural-log float32[num_tokens, num_heads].
-      axis: mesh axis of the parts.
-
-    Returns:
-      (out, lse), the same on each device; 0 and -inf in rows that see no key in any part.
-    """
-    if out.size * out.dtype.itemsize <= _GATHERED_BYTES:
-        parts = lax.all_gather(jnp.concatenate([out, lse[..., None]], axis=-1), axis)
-        return merge_partials(parts[..., :-1], parts[..., -1])
-    top = lax.pmax(lse, axis)
-    finite_top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp(lse - finite_top)
-    # A part with weight 0 saw no key; what it holds must not matter, and 0 * NaN is NaN.
-    seen = jnp.where((weight > 0)[..., None], out, 0.0)
-    total, summed = lax.psum((weight, weight[..., None] * seen), axis)
-    safe_total = jnp.where(total == 0, 1.0, total)
-    return summed / safe_total[..., None], jnp.where(total == 0, -jnp.inf, finite_top + jnp.log(safe_total))
 
 
 def _require_divides(axis: str, size: int, num_heads: int, num_kv_heads: int) -> None:

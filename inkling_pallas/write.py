@@ -38,8 +38,8 @@ def write_kv(
       slots: int32[num_tokens]; page * block_size + offset in the page. A token whose slot lies outside
         [0, num_blocks * block_size), such as -1 for padding, is not written. Where two tokens have the same slot, it is
         unspecified which is written, also element by element: give each token its own.
-      backend: "auto", "portable" (a scatter) or "hopper" (a kernel); "auto" takes the kernel
-        from 1,024 tokens on where the device has it. Over sharded arrays name "portable", or write inside shard_map.
+      backend: "portable" (a scatter; for sharded arrays outside shard_map), "hopper" (a kernel), or "auto": the kernel
+        from 1,024 tokens on where the device has it.
       interpret: run the named kernel in the Pallas GPU interpreter.
 
     Returns:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import inkling_pallas as ip
-from inkling_pallas import context_benchmark, sharding
+from inkling_pallas import context_benchmark, relative, sharding
 from inkling_pallas.cases import Case, build
 from inkling_pallas.context import ContextShards
 from inkling_pallas.testing import assert_rows_close
@@ -84,7 +84,7 @@ def judge(case, mesh, **axes):
     np.testing.assert_allclose(np.asarray(out), np.asarray(alone), rtol=2e-5, atol=2e-6)
     program = str(compiled.as_text())
     collectives = {name for name in ("all-reduce", "all-gather") if name in program}
-    merge = "all-gather" if sharding._GATHERED_BYTES else "all-reduce"
+    merge = "all-gather" if relative._GATHERED_BYTES else "all-reduce"
     assert collectives == (set() if devices.context_axis is None else {merge})
     assert "all-to-all" not in program
     assert "collective-permute" not in program
@@ -106,7 +106,7 @@ def check_context_over_1_2_3_8_devices():
 
 
 def check_parts_of_many_rows_are_summed():
-    with mock.patch.object(sharding, "_GATHERED_BYTES", 0):
+    with mock.patch.object(relative, "_GATHERED_BYTES", 0):
         judge(MIXED, mesh_of(cp=3), context_axis="cp")
         judge(MIXED, mesh_of(cp=2, tp=4), head_axis="tp", context_axis="cp")
 

@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.call import check_call
+from inkling_pallas.cases import Case, build
 from inkling_pallas.kernels import hopper
 from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.testing import assert_rows_close
@@ -32,3 +34,24 @@ def assert_right(results: Any, arguments: dict[str, Any], capfd: Any, limit: flo
     expected, expected_lse = reference_rel_attention(**{**arguments, "return_lse": True})
     assert_rows_close(out, expected, limit=limit, actual_lse=lse, expected_lse=expected_lse)
     assert "RACE" not in "".join(capfd.readouterr())
+
+
+def assert_writes_into_out(call: Any, q_len: int) -> None:
+    """Asserts that a kernel writes float32 results into the array given as `out`, rows of no sequence included."""
+    facts: Any = {"num_heads": 8, "num_kv_heads": 1, "padding_rows": 1}
+    small = build(Case(name="out", kind="interpreter", q_lens=(q_len,), kv_lens=(70,), **facts))
+    out = jnp.full(small["q"].shape, jnp.nan, jnp.float32)
+    actual, lse = call(small, out=out, out_dtype="float32", return_lse=False)
+    assert lse is None
+    assert actual.dtype == np.float32
+    assert_rows_close(actual, reference_rel_attention(**small), limit=LIMITS["bfloat16"])
+
+
+def assert_bad_ids_spoil_only_their_own_sequence(call: Any, q_lens: tuple[int, int]) -> None:
+    """Asserts that page ids outside the pool, in the first of two sequences, change nothing in the second."""
+    two = build(Case(name="ids", kind="interpreter", q_lens=q_lens, kv_lens=(130, 70), num_heads=8, num_kv_heads=1))
+    spoiled = dict(two, block_table=two["block_table"].copy())
+    spoiled["block_table"][0, :] = [2**30, -5, 2**31 - 1] * 3
+    out, _ = call(spoiled)
+    after = q_lens[0]
+    assert_rows_close(out[after:], np.asarray(reference_rel_attention(**two))[after:], limit=LIMITS["bfloat16"])

@@ -55,7 +55,7 @@ LAYERS = (
         "kernels.write_kv",
     ),
     ("kernels.prefill_overlap", "kernels.tensor_walk"),
-    ("kernels.prefill_tiles",),
+    ("kernels.gmem", "kernels.prefill_tiles"),
     (
         "kernels.buffers",
         "kernels.pages",

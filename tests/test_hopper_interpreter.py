@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import interpreted
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import LIMITS
@@ -12,8 +11,6 @@ from interpreted import LIMITS
 from inkling_pallas.call import check_call
 from inkling_pallas.cases import Case, build
 from inkling_pallas.kernels import hopper
-from inkling_pallas.reference import reference_rel_attention
-from inkling_pallas.testing import assert_rows_close
 
 # The interpreter multiplies tiles with NumPy, which warns of the infinities that masks remove.
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
@@ -85,23 +82,12 @@ def test_parts_with_rows_far_past_or_before_their_keys_are_right(capfd):
     assert_right(arguments, capfd)
 
 
-def test_writes_float32_into_the_array_given_as_out(capfd):
-    small = build(
-        Case(name="out", kind="interpreter", q_lens=(1,), kv_lens=(70,), num_heads=8, num_kv_heads=1, padding_rows=1)
-    )
-    out = jnp.full(small["q"].shape, jnp.nan, jnp.float32)
-    actual, lse = call(small, out=out, out_dtype="float32", return_lse=False)
-    assert lse is None
-    assert actual.dtype == np.float32
-    assert_rows_close(actual, reference_rel_attention(**small), limit=LIMITS["bfloat16"])
+def test_writes_float32_into_the_array_given_as_out():
+    interpreted.assert_writes_into_out(call, 1)
 
 
-def test_page_ids_outside_the_pool_spoil_only_their_own_sequence(capfd):
-    two = build(Case(name="bad_ids", kind="interpreter", q_lens=(1, 1), kv_lens=(130, 70), num_heads=8, num_kv_heads=1))
-    spoiled = dict(two, block_table=two["block_table"].copy())
-    spoiled["block_table"][0, :] = [2**30, -5, 2**31 - 1] * 3
-    out, _ = call(spoiled)
-    assert_rows_close(out[1:], np.asarray(reference_rel_attention(**two))[1:], limit=LIMITS["bfloat16"])
+def test_page_ids_outside_the_pool_spoil_only_their_own_sequence():
+    interpreted.assert_bad_ids_spoil_only_their_own_sequence(call, (1, 1))
 
 
 REFUSED = {

@@ -84,7 +84,10 @@ def test_report_writes_tables_and_plots(tmp_path, capsys):
     assert text.startswith("above\n")
     assert text.endswith("below\n")
     assert "old" not in text
-    assert len(list((tmp_path / "plots").glob("*.svg"))) == 2 * len(report.figures(MADE))
+    written = {path: path.read_bytes() for path in (tmp_path / "plots").glob("*.svg")}
+    assert len(written) == 2 * len(report.figures(MADE))
+    assert report.main(arguments) == 0
+    assert all(path.read_bytes() == old for path, old in written.items())  # a second report changes no file
     readme.write_text("no place")
     assert report.main(arguments) == 2
 

@@ -166,12 +166,15 @@ def test_pieces_cover_every_unit_once_and_in_order(name, splits, ctas):
 
 
 def test_units_of_one_length_are_not_cut_where_whole_ones_fill_the_ctas():
-    tiling = make_tiling(16, ctas=8, window=127)
+    tiling = make_tiling(16, ctas=7, window=127)
     for kv_len, whole in ((1000, True), (100, True), (1, True)):
         pieces = all_pieces(make_table(tiling, [1] * 16, [kv_len] * 16), tiling)
         assert whole == all(piece.end - piece.begin == piece.tiles for mine in pieces for piece in mine)
     few = all_pieces(make_table(tiling, [1] * 3 + [0] * 13, [1000] * 16), tiling)  # 6 units, 3 tiles each
     assert max(sum(piece.end - piece.begin for piece in mine) for mine in few) <= 3
+    wide = make_tiling(4, ctas=7, window=447)  # 8 units, 8 tiles each: whole ones would take 16 instead of 10
+    cut = all_pieces(make_table(wide, [1] * 4, [1000] * 4), wide)
+    assert max(sum(piece.end - piece.begin for piece in mine) for mine in cut) == 10
 
 
 @pytest.mark.parametrize("name", BATCHES)

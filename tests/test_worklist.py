@@ -66,6 +66,7 @@ def test_items_hold_every_row_once_with_most_keys_first(name, window):
     work = jax.tree.map(np.asarray, make_list(tiling, q_lens, kv_lens))
     total = work.table[4, -1]
     live, starts = [Ints(*row[: len(Ints._fields)]) for row in work.items[:total].tolist()], np.cumsum([0, *q_lens])
+    assert all(0 < item.tokens <= tiling.tile_tokens for item in live)  # not so in a place that no item took
     rows = sorted(row for item in live for row in range(item.row, item.row + item.tokens))
     assert rows == list(range(sum(q_lens)))
     assert total == sum(-(-q_len // tiling.tile_tokens) for q_len in q_lens)

@@ -7,11 +7,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
-from inkling_pallas.kernels import listing, shear, tensor_launch
+from inkling_pallas.kernels import gmem, listing, shear, tensor_launch
 from inkling_pallas.kernels.tensor_tiling import TensorTiling
+from inkling_pallas.kernels.tiling import LINE_LIMIT
 from inkling_pallas.kernels.worklist import Worklist
 from inkling_pallas.problem import Lengths, Operands, Problem
 from inkling_pallas.sequences import place_rows
@@ -43,6 +42,7 @@ def tiling_of(problem: Problem, config: Config, interpret: bool = False) -> Tens
 def unsupported(problem: Problem) -> str | None:
     """Returns why this backend does not take a problem, or None if it does."""
     p, portable = problem, 'Use backend="portable".'
+    tiles = tiling_of(p, Config(splits=True)).most_tiles if _has_few_rows(p) else 0
     rules: list[tuple[bool, str]] = [
         (p.causal, "causal must be True on Blackwell; got False."),
         (p.dtype in ("bfloat16", "float16"), f"q must have dtype bfloat16 or float16 on Blackwell; got {p.dtype}."),
@@ -50,6 +50,10 @@ def unsupported(problem: Problem) -> str | None:
         (p.group <= 16, f"num_heads / num_kv_heads must be at most 16 on Blackwell; got {p.group}."),
         (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Blackwell; got {p.block_size}."),
         (p.sheared or p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Blackwell; got {p.rel_extent}."),
+        (
+            tiles < LINE_LIMIT,
+            f"the rows and keys of a batch must make fewer than 2**31 tiles on Blackwell; got {tiles}.",
+        ),
         (not p.is_empty, "the batch and the cache must not be empty on Blackwell; got an empty shape."),
     ]
     for holds, sentence in rules:
@@ -69,9 +73,13 @@ def unproven(problem: Problem) -> str:
 
 def candidates(problem: Problem) -> list[Config]:
     """Returns configurations that fit, from the one with most bytes in flight on. None was measured."""
-    splits = problem.max_seqlen_q * problem.group <= _MAX_ROWS
+    splits = _has_few_rows(problem)
     configs = [Config(num_stages=stages, band_slots=slots, splits=splits) for stages in (4, 3, 2) for slots in (2, 1)]
     return [config for config in configs if tensor_launch.fits(tiling_of(problem, config))]
+
+
+def _has_few_rows(problem: Problem) -> bool:
+    return problem.max_seqlen_q * problem.group <= _MAX_ROWS
 
 
 def choose_config(problem: Problem) -> Config:
@@ -103,14 +111,11 @@ def attend(
     Returns:
       out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
     """
-    shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
-    rows = problem.num_tokens * problem.num_heads
-    out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
-    results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
     operands = operands._replace(rel_logits=_shear(problem, operands.rel_logits, plan.lengths, interpret))
     tiling = tiling_of(problem, config, bool(interpret))
-    results = tensor_launch.attend(operands, plan.work or plan.lengths, results, tiling, interpret)
-    return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None
+    outputs = gmem.outputs_of(operands, problem)
+    outputs = tensor_launch.attend(operands, plan.work or plan.lengths, outputs, tiling, interpret)
+    return gmem.results_of(outputs, problem)
 
 
 def _shear(problem: Problem, bias: jax.Array | ShearedLogits, lengths: Lengths, interpret: Any) -> ShearedLogits:

@@ -16,22 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic, table
 from inkling_pallas.kernels.tiling import Tiling
-from inkling_pallas.problem import Lengths
-
-
-class Gmem(NamedTuple):
-    """Arrays in global memory; caches in chunks, outputs as rows of one head."""
-
-    q: Any
-    key: Any
-    value: Any
-    block_table: Any
-    rel_logits: Any
-    lengths: Lengths
 
 
 class Results(NamedTuple):
-    """Outputs in global memory."""
+    """Outputs in global memory, as rows of one head."""
 
     part_out: Any
     part_lse: Any

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import band, epilogue, mosaic, pages, schedule, softmax
-from inkling_pallas.kernels.buffers import Barriers, Gmem, Results, Smem
+from inkling_pallas.kernels.buffers import Barriers, Results, Smem
+from inkling_pallas.kernels.gmem import Gmem
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.table import Table, reader
 from inkling_pallas.kernels.tiling import Tiling
@@ -39,7 +40,7 @@ def _copy(gmem: Gmem, smem: Smem, bars: Barriers, tiling: Tiling) -> None:
     cta = lax.axis_index("cta")
     # Together the CTAs ask for all page ids while each still waits for the lengths: one memory latency less.
     mosaic.prefetch_part(gmem.block_table, cta, interpret=tiling.interpret)
-    table = schedule.fill_table(gmem.lengths, smem.table, tiling)
+    table = schedule.fill_table(gmem.plan, smem.table, tiling)
     plgpu.barrier_arrive(bars.table_ready)
 
     def copy_keys(slot: jax.Array, piece: Piece, tile: jax.Array) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from inkling_pallas.kernels import mosaic, rows
+from inkling_pallas.kernels import lanes, mosaic, rows
 from inkling_pallas.kernels.table import Table
 from inkling_pallas.kernels.tiling import Tiling
 
@@ -28,13 +28,14 @@ def store_columns(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling
     return mosaic.scatter_columns(ref, places, x.astype(ref.dtype))
 
 
-def store_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling: Tiling) -> None:
-    """Writes ref[row_of(c), 0] = x[c] for the first `live` columns of a [columns] array in the reduced WGMMA layout."""
+def store_scalars(
+    ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling: Tiling, layout: Any = mosaic.WGMMA_COLUMNS
+) -> None:
+    """Writes ref[row_of(i), 0] = x[i] for the first `live` elements of an array in a layout of one axis."""
     if tiling.interpret:
         return _store_one_by_one(ref, x[:, None], row_of, live)
-    layout = mosaic.WGMMA_COLUMNS
-    column = mosaic.iota(x.shape, 0, layout)
-    places = jnp.where(column < live, row_of(column), -1)
+    index = mosaic.iota(x.shape, 0, layout)
+    places = jnp.where(index < live, row_of(index), -1)
     return mosaic.scatter(ref, places, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
 
 
@@ -46,14 +47,12 @@ def store_products(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tilin
     return rows.scatter(ref, jnp.where(row < live, row_of(row), -1), x.astype(ref.dtype))
 
 
-def store_product_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling: Tiling) -> None:
-    """Writes ref[row_of(r), 0] = x[r] for the first `live` rows of a [64] array in the reduced WGMMA layout."""
+def store_lanes(ref: Any, x: jax.Array, column: int, row_of: RowOf, live: jax.Array, tiling: Tiling) -> None:
+    """Writes ref[row_of(r), column:] = x[r] for the first `live` rows of [128, columns], as `lanes` has them."""
     if tiling.interpret:
-        return _store_one_by_one(ref, x[:, None], row_of, live)
-    layout = mosaic.WGMMA_ROWS
-    row = mosaic.iota(x.shape, 0, layout)
-    places = jnp.where(row < live, row_of(row), -1)
-    return mosaic.scatter(ref, places, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
+        return _store_one_by_one(ref.at[:, column : column + x.shape[1]], x, row_of, live)
+    row = mosaic.iota(x.shape[:1], 0, lanes.ROWS)
+    return lanes.scatter(ref, jnp.where(row < live, row_of(row), -1), x.astype(ref.dtype), column)
 
 
 def store_rows(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, layout: Any, tiling: Tiling) -> None:

@@ -4,9 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from inkling_pallas.kernels import band, buffers, combine, decode, listing, mosaic, pages, prefill_launch
+from inkling_pallas.kernels import buffers, combine, decode, gmem, listing, mosaic, prefill_launch
 from inkling_pallas.kernels.hopper_configs import (
     Config,
     candidates,
@@ -16,13 +15,11 @@ from inkling_pallas.kernels.hopper_configs import (
     row_tiling_of,
     tiling_of,
 )
-from inkling_pallas.kernels.tiling import Tiling
+from inkling_pallas.kernels.tiling import LINE_LIMIT, Tiling
 from inkling_pallas.kernels.worklist import Worklist
 from inkling_pallas.problem import Lengths, Operands, Problem
 
 __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
-
-_MOST_TILES = 2**31  # a line of work is counted in int32
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -40,7 +37,7 @@ def unsupported(problem: Problem) -> str | None:
             f"head_dim must be 64 or 128 for max_seqlen_q = {p.max_seqlen_q} on Hopper; got {p.head_dim}.",
         ),
         (
-            most_tiles(p) < _MOST_TILES,
+            most_tiles(p) < LINE_LIMIT,
             f"the rows and keys of a batch must make fewer than 2**31 tiles on Hopper; got {most_tiles(p)}.",
         ),
         (not p.is_empty, "the batch and the cache must not be empty on Hopper; got an empty shape."),
@@ -83,10 +80,7 @@ def attend(
     Returns:
       out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
     """
-    shape = (problem.num_tokens, problem.num_heads, problem.head_dim)
-    rows = problem.num_tokens * problem.num_heads
-    out = lax.empty(shape, jnp.dtype(problem.out_dtype)) if operands.out is None else operands.out
-    results = (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
+    results = gmem.outputs_of(operands, problem)
     if plan.work is None:
         results = _decode(operands, plan.lengths, results, tiling_of(problem, config, bool(interpret)), interpret)
     else:
@@ -96,7 +90,7 @@ def attend(
             results = _decode(operands, plan.lengths, results, tiling, interpret)
         tiling = row_tiling_of(problem, config, bool(interpret))
         results = prefill_launch.attend(operands, plan.work, results, tiling, interpret)
-    return results[0].reshape(shape), results[1].reshape(shape[:2]) if problem.return_lse else None
+    return gmem.results_of(results, problem)
 
 
 def _decode(
@@ -114,21 +108,13 @@ def _attend_pieces(
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Launches the first kernel; returns its partial results and the outputs."""
     parts = tiling.slots * tiling.rows
-    inputs = buffers.Gmem(
-        q=operands.q,
-        key=pages.split_pages(operands.cache_arrays[0], tiling),
-        value=pages.split_pages(operands.cache_arrays[-1], tiling),
-        block_table=operands.block_table,
-        rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
-        lengths=lengths,
-    )
-    arrays, structure = jax.tree.flatten(inputs)
+    arrays, structure = jax.tree.flatten(gmem.of_operands(operands, lengths, tiling))
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_pieces(*refs: Any, smem: Any, bars: Any) -> None:
-        gmem = jax.tree.unflatten(structure, refs[: len(arrays)])
+        inputs = jax.tree.unflatten(structure, refs[: len(arrays)])
         out, *lse, part_out, part_lse = refs[len(arrays) :]
-        decode.program(gmem, buffers.Results(part_out, part_lse, out, lse[0] if lse else None), smem, bars, tiling)
+        decode.program(inputs, buffers.Results(part_out, part_lse, out, lse[0] if lse else None), smem, bars, tiling)
 
     part_out, part_lse = mosaic.kernel(
         attend_pieces,

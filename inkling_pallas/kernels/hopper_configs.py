@@ -91,7 +91,7 @@ def candidates(problem: Problem) -> list[Config]:
     shapes = [(128, 3), (64, 6), (128, 2), (64, 5), (64, 4), (64, 3), (64, 2)]
     configs = [Config(block_kv=block_kv, num_stages=stages) for block_kv, stages in shapes]
     tilings = [tiling_of(problem, config) for config in configs]
-    small = tilings[0].columns > 32 or _most_tiles(tilings[0]) <= tilings[0].num_ctas
+    small = tilings[0].columns > 32 or tilings[0].most_tiles <= tilings[0].num_ctas
     return [c for c, t in zip(configs, tilings, strict=True) if _fits(t) and (t.block_kv == 64 or not small)]
 
 
@@ -138,13 +138,4 @@ def _prefill_candidates(problem: Problem) -> list[Config]:
 def most_tiles(problem: Problem) -> int:
     """Returns how long the decode kernel's line of work can be at most, in tiles of 64 keys."""
     few = few_rows_of(problem) if has_many_rows(problem) else problem
-    return _most_tiles(tiling_of(few, Config(block_kv=64, num_stages=2)))
-
-
-def _most_tiles(tiling: Tiling) -> int:
-    """Returns how many tiles the static facts allow at most."""
-    problem = tiling.problem
-    keys = problem.max_kv_len
-    if problem.window_left is not None:
-        keys = min(keys, problem.window_left + problem.max_seqlen_q)
-    return problem.batch_size * problem.num_kv_heads * tiling.token_blocks * -(-keys // tiling.block_kv)
+    return tiling_of(few, Config(block_kv=64, num_stages=2)).most_tiles

@@ -40,7 +40,7 @@ def load_rows(ref: Any, phase: Any, *, rows: int, group: int, tokens: int, width
     return fragmented_array.FragmentedArray(_registers=registers, _layout=splat.layout, _is_signed=None)
 
 
-def store_rows(ref: Any, rows: Any, x: Any, *, column: int) -> None:
+def scatter(ref: Any, rows: Any, x: Any, *, column: int) -> None:
     """Writes ref[rows[r], column:] = x[r] where rows are not negative, 16 bytes at a time."""
     base, pitch = utils.memref_ptr(ref), ir.MemRefType(ref.type).shape[-1]
     words = [word for _, index in sorted(_pairs(x.registers)) for word in _words(x.registers[index])]

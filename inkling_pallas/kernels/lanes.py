@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import inline_lanes, mosaic, steps
+from inkling_pallas.kernels import inline_lanes, steps
 from inkling_pallas.kernels.mosaic import PLAIN, SCALAR, call_inline, result_type
 from inkling_pallas.kernels.tensor_tiling import LANES
 
@@ -57,39 +56,16 @@ def load_rows(ref: Any, phase: jax.Array, width: int, *, interpret: bool) -> jax
     return call_inline(code, (PLAIN, SCALAR), ref, phase, result=result_type((LANES, width), ref.dtype, NATIVE))
 
 
-def store_rows(ref: Any, rows: jax.Array, x: jax.Array, column: int, *, interpret: bool) -> None:
-    """Writes ref[rows[r], column:] = x[r] for rows that are not negative.
+def scatter(ref: Any, rows: jax.Array, x: jax.Array, column: int) -> None:
+    """Writes ref[rows[r], column:] = x[r] for rows that are not negative; on the card only.
 
     Args:
       ref: GMEM [.., width].
       rows: int32[128] in the reduced native layout.
       x: [128, columns] in the native layout, of ref's dtype; a multiple of 16 bytes.
       column: a multiple of 16 bytes.
-      interpret: use the twin.
     """
-    if not interpret:
-        call_inline(functools.partial(inline_lanes.store_rows, column=column), (PLAIN, ROWS, NATIVE), ref, rows, x)
-        return
-
-    @pl.loop(0, LANES)
-    def _(r: jax.Array) -> None:
-        @pl.when(rows[r] >= 0)
-        def _() -> None:
-            ref[rows[r], column : column + x.shape[1]] = lax.dynamic_index_in_dim(x, r, keepdims=False)
-
-
-def store_scalars(ref: Any, rows: jax.Array, x: jax.Array, *, interpret: bool) -> None:
-    """Writes ref[rows[r], 0] = x[r] for rows that are not negative; int32[128] and of ref's dtype in GMEM."""
-    if not interpret:
-        return mosaic.scatter(ref, rows, jnp.zeros(x.shape, jnp.int32), x, layout=ROWS)
-
-    @pl.loop(0, LANES)
-    def _(r: jax.Array) -> None:
-        @pl.when(rows[r] >= 0)
-        def _() -> None:
-            ref[rows[r], 0] = x[r]
-
-    return None
+    call_inline(functools.partial(inline_lanes.scatter, column=column), (PLAIN, ROWS, NATIVE), ref, rows, x)
 
 
 def any_below_one(x: jax.Array, *, interpret: bool) -> jax.Array:

@@ -62,24 +62,15 @@ def _count_items_of(tiling: RowTiling) -> table.Work:
 def _write_items(items: Any, words: Table, table_smem: Any, block: jax.Array, tiling: RowTiling) -> None:
     """Writes the items that this CTA's threads have to their places."""
     index = block * _THREADS + mosaic.iota((_THREADS,), 0, _LAYOUT)
-    sequence = _find_sequence(table_smem, index, tiling)
-    before = jnp.where(sequence == 0, 0, _gather(table_smem, 4, jnp.maximum(sequence - 1, 0), tiling))
-    facts = Sequences(*(_gather(table_smem, row, sequence, tiling) for row in range(4)))
-    item = item_of(facts, sequence, index - before, tiling)
-    place = _place_of(words, facts, item, index - before, tiling)
+    of_threads = Table(lambda row, sequences: _gather(table_smem, row, sequences, tiling))
+    sequence = of_threads.find(index, tiling.problem.batch_size)
+    number = index - of_threads.work_before(sequence)
+    facts = of_threads.facts(sequence)
+    item = item_of(facts, sequence, number, tiling)
+    place = _place_of(words, facts, item, number, tiling)
     place = jnp.where(index < words.at(4, tiling.problem.batch_size - 1), place, -1)
     for column, word in enumerate(item):
         _scatter(items, place, jnp.full_like(place, column), word, tiling)
-
-
-def _find_sequence(table_smem: Any, index: jax.Array, tiling: RowTiling) -> jax.Array:
-    """Returns the sequence that an item is of, by bisection; the last one for an index past the end."""
-    batch, found = tiling.problem.batch_size, jnp.zeros_like(index)
-    for bit in reversed(range((batch - 1).bit_length())):
-        candidate = found + (1 << bit)
-        before = _gather(table_smem, 4, jnp.minimum(candidate, batch) - 1, tiling)
-        found = jnp.where((candidate < batch) & (before <= index), candidate, found)
-    return found
 
 
 def item_of(facts: Sequences, sequence: jax.Array, block: jax.Array, tiling: RowTiling) -> Item:
@@ -137,10 +128,9 @@ def _place_of(words: Table, facts: Sequences, item: Item, block: jax.Array, tili
     length = _length_of(item, tiling)
 
     def add(other: jax.Array, place: jax.Array) -> jax.Array:
-        others = Sequences(*(words.at(row, other) for row in range(4)))
-        blocks = words.at(4, other) - jnp.where(other == 0, 0, words.at(4, jnp.maximum(other - 1, 0)))
+        blocks = words.at(4, other) - words.work_before(other)
         at_most = jnp.where(other < item.sequence, length - 1, length)
-        return place + blocks - _count_up_to(at_most, others, blocks, tiling)
+        return place + blocks - _count_up_to(at_most, words.facts(other), blocks, tiling)
 
     shorter = _count_up_to(length - 1, facts, block, tiling)
     return lax.fori_loop(0, tiling.problem.batch_size, add, block - shorter)

@@ -27,7 +27,8 @@ from inkling_pallas.kernels import (
     softmax,
     worklist,
 )
-from inkling_pallas.kernels.prefill_buffers import Barriers, Gmem, Smem
+from inkling_pallas.kernels.gmem import Gmem
+from inkling_pallas.kernels.prefill_buffers import Barriers, Smem
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
 from inkling_pallas.kernels.worklist import Counts, Tile
@@ -103,7 +104,7 @@ def _stream_cache(
             _wait_until_free(free, count, stages, stage)
             copy(stage, tile.piece, t)
 
-    total = worklist.for_each_tile(gmem.work, cluster, tiling, copy_tile).kv_tiles
+    total = worklist.for_each_tile(gmem.plan, cluster, tiling, copy_tile).kv_tiles
     # The interpreter wants every completion of a barrier to be seen, and a CTA must not end before the others of its
     # cluster have last arrived here.
     if tiling.interpret or tiling.cluster_axis is not None:
@@ -136,7 +137,7 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: R
                 block = smem.band.at[lax.rem(count, slots), w]
                 band.fetch_block(gmem.rel_logits, block, bars.band_ready.at[index], piece, t, tiling)
 
-    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).slots
+    total = worklist.for_each_tile(gmem.plan, place.cluster, tiling, copy_tile).slots
     if tiling.interpret:
         for i in range(slots):
             for w in range(WARPGROUPS):
@@ -152,7 +153,7 @@ def _stream_queries(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling
             block = prefill_buffers.query_slot(smem, 0, w)
             _fetch_queries(gmem, block, bars.q_ready.at[w], worklist.rows_of(tile, place.rank, w, tiling), tiling)
 
-    total = worklist.for_each_tile(gmem.work, place.cluster, tiling, copy_tile).tiles
+    total = worklist.for_each_tile(gmem.plan, place.cluster, tiling, copy_tile).tiles
     if tiling.interpret:
         for w in range(WARPGROUPS):
             _wait_until_free(bars.q_free, total, 1, jnp.int32(w))
@@ -181,12 +182,12 @@ def _compute(
         state = walk(smem, bars, work, tiling)
         _write_rows(out, lse, state, work.rows, tiling)
 
-    worklist.for_each_tile(gmem.work, place.cluster, tiling, attend)
+    worklist.for_each_tile(gmem.plan, place.cluster, tiling, attend)
 
     @pl.when(warpgroup == 0)
     def _() -> None:
         cta = place.cluster * tiling.cluster_size + place.rank
-        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.work.table), cta, tiling)
+        epilogue.clear_unowned_rows(out, lse, worklist.table_of(gmem.plan.table), cta, tiling)
 
 
 def _write_rows(out: Any, lse: Any, state: softmax.RowState, piece: Piece, tiling: RowTiling) -> None:
@@ -199,4 +200,4 @@ def _write_rows(out: Any, lse: Any, state: softmax.RowState, piece: Piece, tilin
 
     epilogue.store_products(out, values, row_of, live, tiling)
     if lse is not None:
-        epilogue.store_product_scalars(lse, lse_log2 * softmax.LN_2, row_of, live, tiling)
+        epilogue.store_scalars(lse, lse_log2 * softmax.LN_2, row_of, live, tiling, mosaic.WGMMA_ROWS)

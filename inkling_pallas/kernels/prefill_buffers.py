@@ -19,18 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.tiling import WARPGROUPS, RowTiling
-from inkling_pallas.kernels.worklist import Worklist
-
-
-class Gmem(NamedTuple):
-    """Arrays in global memory; caches in chunks."""
-
-    q: Any
-    key: Any
-    value: Any
-    block_table: Any
-    rel_logits: Any
-    work: Worklist
 
 
 class Smem(NamedTuple):

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from inkling_pallas.kernels import band, mosaic, pages, prefill, prefill_buffers, table
+from inkling_pallas.kernels import gmem, mosaic, prefill, prefill_buffers, table
 from inkling_pallas.kernels.tiling import RowTiling
 from inkling_pallas.kernels.worklist import Worklist
 from inkling_pallas.problem import Operands
@@ -21,15 +21,7 @@ def attend(
     operands: Operands, work: Worklist, initial: tuple[jax.Array, ...], tiling: RowTiling, interpret: Any
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel over `initial`, the outputs as rows of one head, and returns them."""
-    gmem = prefill_buffers.Gmem(
-        q=operands.q,
-        key=pages.split_pages(operands.cache_arrays[0], tiling),
-        value=pages.split_pages(operands.cache_arrays[-1], tiling),
-        block_table=operands.block_table,
-        rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
-        work=work,
-    )
-    inputs, structure = jax.tree.flatten(gmem)
+    inputs, structure = jax.tree.flatten(gmem.of_operands(operands, work, tiling))
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_tiles(*refs: Any, smem: Any, bars: Any) -> None:

@@ -184,8 +184,8 @@ def clear_dead_keys(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling
 
     Warpgroup 0 arrives on v_clear, warpgroup 1 waits on it.
     """
-    stage, first_key = work.stage(t, tiling), t * tiling.block_kv
-    begin, end = work.tile.clean_begin - first_key, work.tile.clean_end - first_key
+    stage = work.stage(t, tiling)
+    begin, end = worklist.clean_rows_of(work.tile, t, tiling)
 
     @pl.when((begin > 0) | (end < tiling.block_kv))
     def _() -> None:

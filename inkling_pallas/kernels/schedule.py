@@ -101,26 +101,15 @@ def table_on_host(sequences: Sequences, tiling: Tiling) -> Table:
 
 
 def find_sequence(table: Table, position: jax.Array, tiling: Tiling) -> jax.Array:
-    """Returns the sequence that holds a position of the line, by bisection.
-
-    The last one for a position past the end.
-    """
-    batch = tiling.problem.batch_size
-    position = lax.div(position, tiling.problem.num_kv_heads)
-    found = jnp.int32(0)
-    for bit in reversed(range((batch - 1).bit_length())):
-        candidate = found + (1 << bit)
-        before = table.at(4, jnp.minimum(candidate, batch) - 1)
-        found = jnp.where((candidate < batch) & (before <= position), candidate, found)
-    return found
+    """Returns the sequence that holds a position of the line, the last one for a position past the end."""
+    return table.find(lax.div(position, tiling.problem.num_kv_heads), tiling.problem.batch_size)
 
 
 def sequence_at(table: Table, sequence: jax.Array, tiling: Tiling) -> Span:
     """Returns what the units of a sequence share."""
     problem, block = tiling.problem, tiling.token_block
-    row, q_len, kv_len, first_pos = (table.at(i, sequence) for i in range(4))
+    row, q_len, kv_len, first_pos = table.facts(sequence)
     first_tile, tiles = tile_range(kv_len, q_len, first_pos, block_kv=tiling.block_kv, window_left=problem.window_left)
-    before = jnp.where(sequence == 0, 0, table.at(4, jnp.maximum(sequence - 1, 0)))
     return Span(
         sequence=sequence,
         row=row,
@@ -130,7 +119,7 @@ def sequence_at(table: Table, sequence: jax.Array, tiling: Tiling) -> Span:
         first_tile=first_tile,
         tiles=tiles,
         blocks=lax.div(q_len + (block - 1), block),
-        base=before * problem.num_kv_heads,
+        base=table.work_before(sequence) * problem.num_kv_heads,
         unit_length=jnp.ones_like(tiles) if tiling.whole_units else tiles,
     )
 

@@ -37,6 +37,23 @@ class Table(NamedTuple):
         """Returns one word."""
         return self.read(row, sequence)
 
+    def facts(self, sequence: jax.Array) -> Sequences:
+        """Returns the facts of a sequence."""
+        return Sequences(*(self.at(row, sequence) for row in range(len(Sequences._fields))))
+
+    def work_before(self, sequence: jax.Array) -> jax.Array:
+        """Returns the work of the sequences before one."""
+        return jnp.where(sequence == 0, 0, self.at(4, jnp.maximum(sequence - 1, 0)))
+
+    def find(self, position: jax.Array, batch_size: int) -> jax.Array:
+        """Returns the sequence that holds a position of the work, by bisection; the last one for a position past it."""
+        found = jnp.zeros_like(position)
+        for bit in reversed(range((batch_size - 1).bit_length())):
+            candidate = found + (1 << bit)
+            before = self.at(4, jnp.minimum(candidate, batch_size) - 1)
+            found = jnp.where((candidate < batch_size) & (before <= position), candidate, found)
+        return found
+
 
 def smem_type(tiling: Tiling) -> Any:
     """Returns the table as a scratch type."""

@@ -32,19 +32,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from inkling_pallas.kernels import mosaic, table
 from inkling_pallas.kernels.tensor_tiling import LANES, TensorTiling
 from inkling_pallas.kernels.tiling import WARPGROUPS
-from inkling_pallas.kernels.worklist import Worklist
-from inkling_pallas.problem import Lengths
-
-
-class Gmem(NamedTuple):
-    """Arrays in global memory; caches in chunks. `work` is a list, or the lengths where the work is on a line."""
-
-    q: Any
-    key: Any
-    value: Any
-    block_table: Any
-    rel_logits: Any
-    work: Worklist | Lengths
 
 
 class Results(NamedTuple):

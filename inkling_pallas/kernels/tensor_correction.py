@@ -3,6 +3,8 @@
 The only writer of its outputs. It clears dead rows of V, too, since it has the time.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,10 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import epilogue, lanes, mosaic, pages, schedule, softmax, tensor_walk, worklist
+from inkling_pallas.kernels import epilogue, lanes, pages, schedule, softmax, tensor_walk, worklist
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tensor_buffers import Barriers, Results, Smem, Tmem
-from inkling_pallas.kernels.tensor_tiling import LANES, TensorTiling
+from inkling_pallas.kernels.tensor_tiling import TensorTiling
 from inkling_pallas.kernels.tensor_walk import Walk
 from inkling_pallas.kernels.tiling import WARPGROUPS
 from inkling_pallas.kernels.worklist import Tile
@@ -93,22 +95,29 @@ def _write_rows(
     weight, reference = _take_note(smem, bars, w, 2)
     plgpu.barrier_wait(bars.o_done.at[w])
     scale, lse_log2 = softmax.scale_and_lse(weight, reference)
-    places = _places(piece, tiling)
+
+    def values(columns: slice) -> jax.Array:
+        return lanes.load(tmem.sums.at[w, :, columns]) * softmax.along_rows(scale, _COLUMNS)
+
+    row_of = functools.partial(schedule.output_row, tiling, piece)
+    _store(results.out, results.lse, values, lse_log2 * softmax.LN_2, row_of, piece, tiling)
+
+
+def _store(
+    out: Any,
+    lse: Any,
+    values: Callable[[slice], jax.Array],
+    lse_values: jax.Array,
+    row_of: Callable[[Any], Any],
+    piece: Piece,
+    tiling: TensorTiling,
+) -> None:
+    """Writes the live rows, some columns at a time."""
+    live = piece.tokens * tiling.problem.group
     for columns in _columns(tiling):
-        values = lanes.load(tmem.sums.at[w, :, columns]) * softmax.along_rows(scale, _COLUMNS)
-        _store(results.out, places, values, columns, tiling)
-    if results.lse is not None:
-        lanes.store_scalars(results.lse, places, lse_log2 * softmax.LN_2, interpret=tiling.interpret)
-
-
-def _places(piece: Piece, tiling: TensorTiling) -> jax.Array:
-    """Returns which row of the output each row is, -1 for those that are not live."""
-    row = mosaic.iota((LANES,), 0, lanes.ROWS)
-    return jnp.where(row < piece.tokens * tiling.problem.group, schedule.output_row(tiling, piece, row), -1)
-
-
-def _store(ref: Any, places: jax.Array, values: jax.Array, columns: slice, tiling: TensorTiling) -> None:
-    lanes.store_rows(ref, places, values.astype(ref.dtype), columns.start, interpret=tiling.interpret)
+        epilogue.store_lanes(out, values(columns), columns.start, row_of, live, tiling)
+    if lse is not None:
+        epilogue.store_scalars(lse, lse_values, row_of, live, tiling, lanes.ROWS)
 
 
 def _write_piece(
@@ -139,16 +148,11 @@ def _write_piece(
             terms.append(jnp.where(factor > 0, sums * factor, jnp.zeros_like(sums)))
         return terms[0] + terms[1]
 
-    def write(out: Any, lse: Any, lse_values: jax.Array, places: jax.Array) -> None:
-        for columns in _columns(tiling):
-            _store(out, places, merged(columns), columns, tiling)
-        if lse is not None:
-            lanes.store_scalars(lse, places, lse_values, interpret=tiling.interpret)
-
-    places = _places(piece, tiling)
+    row_of = functools.partial(schedule.output_row, tiling, piece)
     whole = (piece.begin == 0) & (piece.end == piece.tiles)
-    pl.when(whole)(lambda: write(results.out, results.lse, lse_log2 * softmax.LN_2, places))
+    lse = lse_log2 * softmax.LN_2
+    pl.when(whole)(lambda: _store(results.out, results.lse, merged, lse, row_of, piece, tiling))
     if not tiling.whole_units:
         slot = schedule.slot_of(cta, piece.end == piece.tiles) * tiling.rows
-        part = jnp.where(places >= 0, slot + mosaic.iota((LANES,), 0, lanes.ROWS), -1)
-        pl.when(jnp.logical_not(whole))(lambda: write(results.part_out, results.part_lse, lse_log2, part))
+        parts = (results.part_out, results.part_lse, merged, lse_log2, lambda row: slot + row)
+        pl.when(jnp.logical_not(whole))(lambda: _store(*parts, piece, tiling))

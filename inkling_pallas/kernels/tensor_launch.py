@@ -14,10 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import (
-    band,
     combine,
+    gmem,
     mosaic,
-    pages,
     table,
     tensor_buffers,
     tensor_copies,
@@ -26,7 +25,8 @@ from inkling_pallas.kernels import (
     tensor_softmax,
     tensor_walk,
 )
-from inkling_pallas.kernels.tensor_buffers import Gmem, Results
+from inkling_pallas.kernels.gmem import Gmem
+from inkling_pallas.kernels.tensor_buffers import Results
 from inkling_pallas.kernels.tensor_tiling import TENSOR_COLUMNS, TensorTiling
 from inkling_pallas.kernels.tensor_walk import Walk
 from inkling_pallas.kernels.tiling import WARPGROUPS
@@ -54,22 +54,14 @@ def attend(
 
     Where the work is on a line, what is cut is merged by a second kernel.
     """
-    gmem = Gmem(
-        q=operands.q,
-        key=pages.split_pages(operands.cache_arrays[0], tiling),
-        value=pages.split_pages(operands.cache_arrays[-1], tiling),
-        block_table=operands.block_table,
-        rel_logits=band.pad_for_interpreter(operands.rel_logits, tiling),
-        work=work,
-    )
-    inputs, structure = jax.tree.flatten(gmem)
+    inputs, structure = jax.tree.flatten(gmem.of_operands(operands, work, tiling))
     refs = [jax.new_ref(x) for x in initial]
 
     def attend_tiles(*refs: Any, smem: Any, tmem: Any, bars: Any) -> None:
         out, *others = refs[len(inputs) :]
         lse = others.pop(0) if tiling.problem.return_lse else None
-        gmem = jax.tree.unflatten(structure, refs[: len(inputs)])
-        _program(gmem, Results(out, lse, *others), smem, tmem, bars, tiling)
+        arrays = jax.tree.unflatten(structure, refs[: len(inputs)])
+        _program(arrays, Results(out, lse, *others), smem, tmem, bars, tiling)
 
     parts: Any = mosaic.kernel(
         attend_tiles,
@@ -99,7 +91,7 @@ def _part_types(tiling: TensorTiling) -> Any:
     return [jax.ShapeDtypeStruct((parts, width), jnp.float32), jax.ShapeDtypeStruct((parts, 1), jnp.float32)]
 
 
-def _program(gmem: Gmem, results: Results, smem: Any, tmem: Any, bars: Any, tiling: TensorTiling) -> None:
+def _program(arrays: Gmem, results: Results, smem: Any, tmem: Any, bars: Any, tiling: TensorTiling) -> None:
     """The kernel of one CTA."""
     warpgroup, cta = lax.axis_index("wg"), lax.axis_index("cta")
     mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
@@ -109,26 +101,26 @@ def _program(gmem: Gmem, results: Results, smem: Any, tmem: Any, bars: Any, tili
     @pl.when(warpgroup < WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(_SOFTMAX, action="increase")
-        walk = tensor_walk.make(gmem, smem, bars, cta, tiling)
-        tensor_softmax.weigh_rows(gmem, smem, tmem, bars, warpgroup, walk, tiling)
+        walk = tensor_walk.make(arrays, smem, bars, cta, tiling)
+        tensor_softmax.weigh_rows(arrays, smem, tmem, bars, warpgroup, walk, tiling)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(_CORRECTION, action="decrease")
-        walk = tensor_walk.make(gmem, smem, bars, cta, tiling)
+        walk = tensor_walk.make(arrays, smem, bars, cta, tiling)
         tensor_correction.correct(results, smem, tmem, bars, walk, tiling)
 
     @pl.when(warpgroup == WARPGROUPS + 1)
     def _() -> None:
         plgpu.set_max_registers(_COPYING, action="decrease")
-        walk = tensor_walk.make(gmem, smem, bars, cta, tiling, fills=True)
-        _run_warps(gmem, smem, tmem, bars, walk, tiling)
+        walk = tensor_walk.make(arrays, smem, bars, cta, tiling, fills=True)
+        _run_warps(arrays, smem, tmem, bars, walk, tiling)
 
 
-def _run_warps(gmem: Gmem, smem: Any, tmem: Any, bars: Any, walk: Walk, tiling: TensorTiling) -> None:
+def _run_warps(arrays: Gmem, smem: Any, tmem: Any, bars: Any, walk: Walk, tiling: TensorTiling) -> None:
     @plgpu.warp_map
     def _(warp: jax.Array) -> None:
-        pl.when(warp == 0)(lambda: tensor_copies.stream_keys(gmem, smem, bars, walk, tiling))
-        pl.when(warp == 1)(lambda: tensor_copies.stream_values(gmem, smem, bars, walk, tiling))
-        pl.when(warp == 2)(lambda: tensor_copies.stream_bias(gmem, smem, bars, walk, tiling))
+        pl.when(warp == 0)(lambda: tensor_copies.stream_keys(arrays, smem, bars, walk, tiling))
+        pl.when(warp == 1)(lambda: tensor_copies.stream_values(arrays, smem, bars, walk, tiling))
+        pl.when(warp == 2)(lambda: tensor_copies.stream_bias(arrays, smem, bars, walk, tiling))
         pl.when(warp == 3)(lambda: tensor_products.issue_products(smem, tmem, bars, walk, tiling))

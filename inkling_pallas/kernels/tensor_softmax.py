@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import lanes, mosaic, rows, schedule, softmax, tensor_walk, worklist
+from inkling_pallas.kernels.gmem import Gmem
 from inkling_pallas.kernels.schedule import Piece
-from inkling_pallas.kernels.tensor_buffers import Barriers, Gmem, Smem, Tmem
+from inkling_pallas.kernels.tensor_buffers import Barriers, Smem, Tmem
 from inkling_pallas.kernels.tensor_tiling import LANES, TensorTiling
 from inkling_pallas.kernels.tensor_walk import Walk
 from inkling_pallas.kernels.tiling import WARPGROUPS

@@ -45,9 +45,9 @@ class Walk(NamedTuple):
 def make(gmem: Any, smem: Any, bars: Any, cta: jax.Array, tiling: TensorTiling, *, fills: bool = False) -> Walk:
     """Returns the walk of a CTA. Without a list one warpgroup, which `fills`, makes the table for all."""
     if not tiling.splits:
-        return Walk(cta, gmem.work, worklist.table_of(gmem.work.table))
+        return Walk(cta, gmem.plan, worklist.table_of(gmem.plan.table))
     if fills:
-        table = schedule.fill_table(gmem.work, smem.table, tiling)
+        table = schedule.fill_table(gmem.plan, smem.table, tiling)
         plgpu.barrier_arrive(bars.table_ready)
         return Walk(cta, None, table)
     plgpu.barrier_wait(bars.table_ready)

@@ -10,6 +10,7 @@ from jax import lax
 from inkling_pallas.problem import Problem
 
 MAX_COLUMNS = 64  # query rows of a unit, which are the columns of a score tile
+LINE_LIMIT = 2**31  # tiles of a line of work, counted in int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Tiling:
     def token_block(self) -> int:
         """Tokens of a unit: as many as fit, a power of two."""
         columns = MAX_COLUMNS if self.problem.head_dim <= 128 else MAX_COLUMNS // 2  # what shared memory holds
-        fitting = 1 << (columns // self.problem.group).bit_length() - 1
+        fitting = 1 << max(1, columns // self.problem.group).bit_length() - 1
         return min(self.problem.max_seqlen_q, fitting)
 
     @property
@@ -82,6 +83,15 @@ class Tiling:
     def whole_units(self) -> bool:
         """True if no unit may be cut: the line then counts units and not tiles."""
         return self.problem.num_splits == 1
+
+    @property
+    def most_tiles(self) -> int:
+        """KV tiles that the static facts allow the line of work at most."""
+        problem = self.problem
+        keys = problem.max_kv_len
+        if problem.window_left is not None:
+            keys = min(keys, problem.window_left + problem.max_seqlen_q)
+        return problem.batch_size * problem.num_kv_heads * self.token_blocks * -(-keys // self.block_kv)
 
     @property
     def slots(self) -> int:

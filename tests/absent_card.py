@@ -41,6 +41,7 @@ _SIZES = {
         "major": 10,
     },
 }
+_CARDS: dict[str, str] = {}
 
 
 def missing() -> str | None:
@@ -61,6 +62,12 @@ def device(name: str = "H200") -> Any:
 
 
 def devices(count: int, name: str = "H200") -> list[Any]:
-    """Returns several compile-only devices of one host."""
+    """Returns several compile-only devices of one host; in a process always of one card.
+
+    jax 0.11.2 gives the pass that calls ptxas the architecture of the first kernel that a process compiles, and keeps
+    it: kernels for another card fail to compile, "Pass pipeline failed", whichever comes second.
+    """
+    if _CARDS.setdefault("of this process", name) != name:
+        raise RuntimeError(f"a process must compile for one card; got {name}. Compile for it in a process of its own.")
     config = _CARD.format(name=name, **_SIZES[name])
     return topologies.get_topology_desc("", platform="cuda", target_config=config, topology=f"1x1x{count}").devices

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from typing import Any
 
 # The oracle has threads of its own; BLAS threads beside them spin. Set before NumPy is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -41,3 +42,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU; jax runs on {jax.default_backend()} here")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints what tests recorded, which is worth reading where all is green, too."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            terminalreporter.write_line(f"{name}: {value}")

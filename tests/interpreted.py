@@ -19,13 +19,36 @@ _LEFT_OUT = ("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_se
 
 def attend(arguments: dict[str, Any], config: Any, *, kernel: Any = hopper, **overrides: Any) -> Any:
     """Runs the kernels of a call; returns what `attend` of the module `kernel` returns, as NumPy."""
+    checked = _check(arguments, kernel, overrides)
+    return jax.tree.map(np.asarray, _run(kernel, checked.problem, config)(checked.operands, checked.lengths))
+
+
+def compiled(arguments: dict[str, Any], config: Any, *, kernel: Any = hopper) -> Any:
+    """Compiles the kernels of a call; returns a function of calls that differ from it in what their arrays hold."""
+    checked = _check(arguments, kernel, {})
+    run = jax.jit(_run(kernel, checked.problem, config)).lower(checked.operands, checked.lengths).compile()
+
+    def attend(arguments: dict[str, Any]) -> Any:
+        checked = _check(arguments, kernel, {})
+        return jax.tree.map(np.asarray, run(checked.operands, checked.lengths))
+
+    return attend
+
+
+def _check(arguments: dict[str, Any], kernel: Any, overrides: dict[str, Any]) -> Any:
     given = {**dict.fromkeys(_LEFT_OUT), "causal": True, "return_lse": True, **arguments, "backend": "portable"}
     checked = check_call({**given, "interpret": False, **overrides})
-    problem = checked.problem
-    assert kernel.unsupported(problem) is None
+    assert kernel.unsupported(checked.problem) is None
+    return checked
+
+
+def _run(kernel: Any, problem: Any, config: Any) -> Any:
     interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    plan = kernel.plan(problem, config, checked.lengths, interpreter)
-    return jax.tree.map(np.asarray, kernel.attend(problem, config, checked.operands, plan, interpreter))
+
+    def run(operands: Any, lengths: Any) -> Any:
+        return kernel.attend(problem, config, operands, kernel.plan(problem, config, lengths, interpreter), interpreter)
+
+    return run
 
 
 def assert_right(results: Any, arguments: dict[str, Any], capfd: Any, limit: float) -> None:

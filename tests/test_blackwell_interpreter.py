@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import interpreted
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from interpreted import LIMITS
@@ -12,6 +12,7 @@ from test_sheared import shear_call
 
 import inkling_pallas as ip
 from inkling_pallas import dispatch
+from inkling_pallas.cache_cases import before_write
 from inkling_pallas.call import check_call
 from inkling_pallas.cases import Case, build
 from inkling_pallas.kernels import blackwell, tensor_softmax
@@ -30,32 +31,59 @@ def small(name, q_lens, kv_lens, **kwargs):
     return Case(name=name, kind="interpreter", q_lens=q_lens, kv_lens=kv_lens, **facts | kwargs)
 
 
+# Each kind of the catalogue that the kernel takes, some in one batch, but for those of the tests after this one.
 CASES = [
-    (small("far", (18, 5), (170, 40), rel_extent=64), TILES),
+    (small("full prefill, mixed", (17, 1, 20), (17, 130, 70), padding_rows=2, padding_sequences=1), TILES),
+    (small("chunked prefill", (18, 5), (170, 40), rel_extent=64), TILES),
     (small("window", (20,), (160,), window_size=(60, 0), num_heads=4), {**TILES, "band_slots": 2}),
-    (small("empty", (0, 1, 0, 2), (0, 3, 7, 2), rel_extent=8, window_size=(4, 0), block_size=8, padding_rows=3), TILES),
-    (small("group 3, page 48", (33, 2), (90, 30), num_heads=3, rel_extent=64, block_size=48), TILES),
-    (small("odd extent, packed", (19,), (90,), num_heads=6, num_kv_heads=2, rel_extent=20, layout="packed"), TILES),
+    (small("zero lengths", (0, 1, 0, 2), (0, 3, 7, 2), rel_extent=8, window_size=(4, 0), block_size=8), TILES),
+    (small("groups, pages", (33, 2), (90, 30), num_heads=3, rel_extent=64, block_size=48), TILES),
+    (small("extent, packed", (19,), (90,), num_heads=6, num_kv_heads=2, rel_extent=20, layout="packed"), TILES),
     (
-        small("float16", (20, 1), (130, 65), head_dim=64, dtype="float16", rel_extent=64),
+        small("dtypes, head_dim", (20, 1), (130, 65), head_dim=64, dtype="float16", rel_extent=64),
         {**TILES, "block_kv": 128},
     ),
-    (small("splits", (1, 2), (300, 40), rel_extent=64), SPLITS),
-    (small("split window", (5, 3), (150, 75), window_size=(60, 0), padding_rows=2), SPLITS),
-    (small("no split", (1, 1), (100, 0), num_kv_heads=2, num_splits=1, layout="interleaved"), SPLITS),
-    (small("freed pages", (1,), (300,), window_size=(70, 0), freed_pages=True), SPLITS),
+    (small("multi-token decode, pages freed", (5, 3), (150, 75), window_size=(60, 0), freed_pages=True), SPLITS),
+    (
+        small("write_kv, no split", (1, 1), (100, 0), num_kv_heads=2, num_splits=1, layout="interleaved", write=True),
+        SPLITS,
+    ),
 ]
 
 
 def attend(call, choice, **overrides):
-    config = blackwell.Config(**{"num_stages": 2, **choice})
-    return interpreted.attend(call, config, kernel=blackwell, **overrides)
+    return interpreted.attend(call, config_of(choice), kernel=blackwell, **overrides)
+
+
+def config_of(choice):
+    return blackwell.Config(**{"num_stages": 2, **choice})
 
 
 @pytest.mark.parametrize(("case", "choice"), CASES, ids=[case.name for case, _ in CASES])
 def test_matches_the_oracle_without_a_race(case, choice, capfd):
     call = build(case)
-    interpreted.assert_right(attend(shear_call(call), choice), call, capfd, LIMITS[case.dtype])
+    given = dict(call, key_cache=jax.jit(ip.write_kv)(*before_write(case))) if case.write else call
+    interpreted.assert_right(attend(shear_call(given), choice), call, capfd, LIMITS[case.dtype])
+
+
+def test_one_compiled_decode_is_right_as_the_cache_grows_and_whatever_must_not_matter(capfd):
+    case = small("decode", (1, 2), (300, 40), rel_extent=64)
+    run = interpreted.compiled(shear_call(build(case)), config_of(SPLITS), kernel=blackwell)
+
+    def assert_right(call):
+        interpreted.assert_right(run(shear_call(call)), call, capfd, LIMITS["bfloat16"])
+
+    for facts in ({"poison_value": np.inf}, {"spike": 0}, {"spike": 63}):
+        assert_right(build(dataclasses.replace(case, **facts)))
+    finite = build(dataclasses.replace(case, poison=()))
+    for lengths in ((1, 2), (129, 0)):
+        assert_right(dict(finite, cache_seqlens=np.array(lengths, np.int32)))
+    expected = np.asarray(reference_rel_attention(**finite))[1:]
+    for name, value in (("block_table", 2**30), ("cu_seqlens_q", 2)):
+        spoiled = finite[name].copy()
+        spoiled.flat[0] = value
+        out, _ = run(shear_call({**finite, name: spoiled}))
+        assert_rows_close(out[1:], expected, limit=LIMITS["bfloat16"])
 
 
 def test_parts_far_past_or_before_their_keys_are_right_and_a_plain_table_is_sheared(capfd):
@@ -68,13 +96,7 @@ def test_parts_far_past_or_before_their_keys_are_right_and_a_plain_table_is_shea
 
 
 def test_writes_float32_into_the_array_given_as_out():
-    call = build(small("out", (9,), (70,), padding_rows=1))
-    out = jnp.full(call["q"].shape, jnp.nan, jnp.float32)
-    overrides = {"out": out, "out_dtype": "float32", "return_lse": False}
-    actual, lse = attend(shear_call(call), TILES, **overrides)
-    assert lse is None
-    assert actual.dtype == np.float32
-    assert_rows_close(actual, reference_rel_attention(**call), limit=LIMITS["bfloat16"])
+    interpreted.assert_writes_into_out(lambda call, **how: attend(shear_call(call), TILES, **how), 9)
 
 
 def test_a_bias_one_step_off_is_red(monkeypatch):
@@ -92,6 +114,7 @@ REFUSED = {
     "block_size": {"block_size": 12},
     "rel_extent": {"rel_extent": 100},
     "batch_size": {"batch_size": 100_000},
+    "rows and keys": {"batch_size": 2**15, "max_blocks": 2**24},
     "empty": {"num_tokens": 0},
 }
 

@@ -11,7 +11,6 @@ from inkling_pallas.kernels import mosaic, schedule
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tiling import Tiling
 
-
 # Where parts of a KV tile lie: (page, chunk of the page) each.
 Chunks = list[tuple[jax.Array, jax.Array]]
 

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic, shear_steps
 from inkling_pallas.kernels.shear_steps import Tokens
-from inkling_pallas.kernels.shear_tiles import D_REL, ROWS, ShearTiles
+from inkling_pallas.kernels.shear_tiles import ROWS, ShearTiles
 from inkling_pallas.sheared import ALIGNMENT
 
 
@@ -47,6 +47,21 @@ class _Smem(NamedTuple):
     proj: Any  # [half of d_rel, column, 8]
 
 
+def unsupported(source: Any, rel_extent: int, *, projects: bool) -> str | None:
+    """Returns why the kernels do not make a table of some extent from `source`, or None if they do.
+
+    Args:
+      source: r if `projects`, else rel_logits.
+      rel_extent: of the table.
+      projects: whether it is `project` that is asked for.
+    """
+    try:
+        ShearTiles.make(source, rel_extent, False, projects)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def shear(rel_logits: jax.Array, shifts: jax.Array, interpret: Any) -> jax.Array:
     """Returns `sheared.shear_rows(rel_logits, shifts)`.
 
@@ -58,7 +73,7 @@ def shear(rel_logits: jax.Array, shifts: jax.Array, interpret: Any) -> jax.Array
     Raises:
       NotImplementedError: for another dtype or extent.
     """
-    tiles = ShearTiles.make(rel_logits.shape, rel_logits.dtype, bool(interpret))
+    tiles = ShearTiles.make(rel_logits, rel_logits.shape[2], bool(interpret))
 
     def make(smem: _Smem, source: Any, out: Any, tokens: Tokens) -> None:
         del smem
@@ -80,9 +95,7 @@ def project(r: jax.Array, proj: jax.Array, tau: jax.Array | None, shifts: jax.Ar
     Raises:
       NotImplementedError: for another dtype, extent or d_rel.
     """
-    if r.shape[2] != D_REL:
-        raise NotImplementedError(f"r must have d_rel = {D_REL}; got {r.shape[2]}. Use backend='portable'.")
-    tiles = ShearTiles.make((r.shape[0], r.shape[1], proj.shape[1]), r.dtype, bool(interpret), projects=True)
+    tiles = ShearTiles.make(r, proj.shape[1], bool(interpret), projects=True)
 
     def make(smem: _Smem, source: Any, out: Any, tokens: Tokens) -> None:
         shear_steps.write_products(out, smem.proj, source, tokens, heads=tiles.num_heads, interpret=tiles.interpret)

@@ -31,23 +31,29 @@ class ShearTiles:
     projects: bool  # from the relative query, else from plain rows
 
     @classmethod
-    def make(cls, shape: tuple[int, int, int], dtype: Any, interpret: bool, projects: bool = False) -> Self:
-        """Returns how a table is cut, (num_tokens, num_heads, rel_extent).
+    def make(cls, source: Any, rel_extent: int, interpret: bool, projects: bool = False) -> Self:
+        """Returns how the table is cut that is made from `source`, [num_tokens, num_heads, d_rel or rel_extent].
 
         Raises:
           NotImplementedError: for what the kernels lack.
         """
-        name, portable = np.dtype(dtype).name, "Use backend='portable'."
-        if name not in ("bfloat16", "float16"):
-            raise NotImplementedError(f"the dtype must be bfloat16 or float16 for the kernel; got {name}. {portable}")
-        if not projects and shape[2] % ALIGNMENT:
-            rule = f"be a multiple of {ALIGNMENT} for the kernel"
-            raise NotImplementedError(f"rel_extent must {rule}; got {shape[2]}. {portable}")
-        sizes = dict(zip(("num_tokens", "num_heads", "rel_extent"), shape, strict=True))
-        tiles = cls(**sizes, dtype=dtype, interpret=interpret, projects=projects)
-        if tiles.rel_extent < 2 or tiles.smem_bytes(*tiles.buffers) > _SMEM_OF_SM:
-            rule = "be at least 2 and leave room for its rows in shared memory"
-            raise NotImplementedError(f"rel_extent must {rule} for the kernel; got {shape[2]}. {portable}")
+        num_tokens, num_heads, width = source.shape
+        sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "rel_extent": rel_extent, "dtype": source.dtype}
+        tiles = cls(**sizes, interpret=interpret, projects=projects)
+        name, room = np.dtype(source.dtype).name, tiles.smem_bytes(*tiles.buffers) <= _SMEM_OF_SM
+        rules: list[tuple[bool, str]] = [
+            (not projects or width == D_REL, f"r must have d_rel = {D_REL}; got {width}."),
+            (name in ("bfloat16", "float16"), f"the dtype must be bfloat16 or float16 for the kernel; got {name}."),
+            (
+                projects or rel_extent % ALIGNMENT == 0,
+                f"rel_extent must be a multiple of {ALIGNMENT} for the kernel; got {rel_extent}.",
+            ),
+            (rel_extent >= 2, f"rel_extent must be at least 2 for the kernel; got {rel_extent}."),
+            (room, f"rel_extent must leave room for 16 rows in shared memory for the kernel; got {rel_extent}."),
+        ]
+        for holds, sentence in rules:
+            if not holds:
+                raise NotImplementedError(f"{sentence} Use backend='portable'.")
         return tiles
 
     @property

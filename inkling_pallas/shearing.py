@@ -1,16 +1,17 @@
 """Producers of the sheared layout: from a plain table of biases, and straight from the relative query."""
 
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.dispatch import kernels_of, load_backend
 from inkling_pallas.errors import FLOAT_DTYPES, refuse, require_array, static_bool
 from inkling_pallas.problem import Lengths
 from inkling_pallas.relative import relative_logits
 from inkling_pallas.sequences import place_rows
 from inkling_pallas.sheared import ShearedLogits, row_shifts, shear_rows
+from inkling_pallas.splits import default_device
 
 PRODUCERS = ("portable", "hopper")
 
@@ -36,7 +37,7 @@ def shear(
       kv_offset: int32[batch] or None.
       total_seqlens: int32[batch] or None.
       backend: "portable" is plain jnp; "hopper" a kernel for compute capability 9.0, for 16-bit dtypes and extents that
-        are multiples of 8; "auto" takes what has been proved on a card.
+        are multiples of 8; "auto" takes the kernel where the default device and the table allow it.
       interpret: run the kernel in the Pallas GPU interpreter.
 
     Raises:
@@ -55,7 +56,7 @@ def shear(
     num_tokens, _, rel_extent = rel_logits.shape
     lengths = Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens)
     shifts = _shifts(lengths, num_tokens, rel_extent)
-    kernel = _kernel(backend, interpret)
+    kernel = _kernel(backend, interpret, rel_logits, rel_extent, projects=False)
     with jax.named_scope("inkling_shear"):
         table = shear_rows(rel_logits, shifts) if kernel is None else kernel.shear(rel_logits, shifts, interpret)
     return ShearedLogits(table=table, shifts=shifts, rel_extent=rel_extent)
@@ -105,7 +106,7 @@ def sheared_relative_logits(
     table = jax.eval_shape(relative_logits, r, proj, tau)
     num_tokens, _, rel_extent = table.shape
     shifts = _shifts(Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens), num_tokens, rel_extent)
-    kernel = _kernel(backend, interpret)
+    kernel = _kernel(backend, interpret, r, rel_extent, projects=True)
     with jax.named_scope("inkling_sheared_relative_logits"):
         if kernel is None:
             sheared = shear_rows(relative_logits(r, proj, tau), shifts)
@@ -131,13 +132,15 @@ def _shifts(lengths: Lengths, num_tokens: int, rel_extent: int) -> jax.Array:
     return row_shifts(rows.q_start, rows.q_len, rows.first_pos, num_tokens=num_tokens, rel_extent=rel_extent)
 
 
-def _kernel(backend: str, interpret: Any) -> Any:
-    """Returns the module of kernels to use, or None for plain jnp, which `auto` takes until a card has proved them."""
+def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *, projects: bool) -> Any:
+    """Returns the module of kernels to use, or None for plain jnp."""
     if backend not in ("auto", *PRODUCERS):
         rule = f"be 'auto' or one of {', '.join(map(repr, PRODUCERS))}"
-        raise refuse("backend", rule, repr(backend), "'auto' takes what has been proved.")
-    if backend != "hopper":
-        if static_bool("interpret", interpret):
-            raise refuse("interpret", "be False without a kernel", interpret, "Name it: backend='hopper'.")
+        raise refuse("backend", rule, repr(backend), "'auto' takes the kernel where the device has it.")
+    if backend != "hopper" and static_bool("interpret", interpret):
+        raise refuse("interpret", "be False without a kernel", interpret, "Name it: backend='hopper'.")
+    if backend == "portable" or (backend == "auto" and "hopper" not in kernels_of(default_device())):
         return None
-    return importlib.import_module("inkling_pallas.kernels.shear")
+    kernel = load_backend("shear")
+    lacks = backend == "auto" and kernel.unsupported(source, rel_extent, projects=projects) is not None
+    return None if lacks else kernel

@@ -13,6 +13,7 @@ from test_mosaic_twins import WAYS, expect, numbers
 from test_row_twins import through_smem
 
 import inkling_pallas as ip
+from inkling_pallas import shearing
 from inkling_pallas.kernels import shear, shear_tiles, steps
 from inkling_pallas.sheared import ShearedLogits, shear_rows
 
@@ -34,8 +35,8 @@ def with_dead_rows(x, value=np.nan):
     return x.at[-1].set(value)
 
 
-# Tokens, heads, extent: several tokens in a tile, one token over tiles, tokens across tiles.
-SHAPES = [(17, 8, 128), (2, 128, 64), (9, 12, 8)]
+# Tokens, heads, extent: several tokens in a tile, one token over tiles, tokens across tiles, copies of several boxes.
+SHAPES = [(17, 8, 128), (2, 128, 64), (9, 12, 8), (7, 3, 264), (5, 1, 16)]
 
 
 @pytest.mark.interpreter
@@ -58,14 +59,13 @@ def test_project_is_exact_without_a_race(tokens, heads, extent, capfd):
 
 
 @pytest.mark.interpreter
-def test_a_cta_walks_many_tiles_and_several_chunks(monkeypatch, capfd):
-    monkeypatch.setattr(shear_tiles, "_CTAS", 4)
-    tokens, heads, extent = 80, 8, 264
-    tiles = shear_tiles.ShearTiles.make((tokens, heads, extent), jnp.float16, True)
-    assert tiles.chunks > 1
-    assert tiles.num_tiles > tiles.workers * tiles.num_stages
+def test_a_cta_walks_many_tiles(monkeypatch, capfd):
+    monkeypatch.setattr(shear_tiles, "_SMS", 1)
+    tokens, heads, extent = 40, 8, 264
     shifts = shifts_of(tokens)
     rel_logits = numbers(tokens, heads, extent, dtype=jnp.float16)
+    tiles = shear_tiles.ShearTiles.make(rel_logits, extent, True)
+    assert tiles.num_tiles > tiles.workers * sum(tiles.buffers)
     np.testing.assert_array_equal(shear.shear(rel_logits, shifts, _INTERPRETER), shear_rows(rel_logits, shifts))
     r, proj = whole_numbers(tokens, heads, 16, dtype=jnp.float16), whole_numbers(16, extent, dtype=jnp.float16)
     expected = shear_rows(ip.relative_logits(r, proj), shifts)
@@ -100,11 +100,22 @@ def test_the_public_producers_run_the_kernels():
         np.testing.assert_array_equal(sheared.shifts, expected.shifts)
 
 
+def test_auto_takes_the_kernel_where_the_device_and_the_table_allow_it(monkeypatch):
+    sources = [
+        jnp.ones((2, 1, width), dtype) for width, dtype in [(16, jnp.bfloat16), (16, jnp.float32), (12, jnp.float16)]
+    ]
+    taken = lambda: [shearing._kernel("auto", False, x, x.shape[2], projects=False) for x in sources]  # noqa: E731
+    assert taken() == [None, None, None]
+    monkeypatch.setattr(shearing, "kernels_of", lambda device: ("hopper",))
+    assert taken() == [shear, None, None]
+
+
 @pytest.mark.parametrize(
     ("message", "call"),
     [
         ("dtype must be bfloat16 or float16", lambda s: shear.shear(jnp.ones((2, 1, 8)), s, True)),
         ("rel_extent must be a multiple of 8", lambda s: shear.shear(jnp.ones((2, 1, 9), jnp.bfloat16), s, True)),
+        ("leave room for 16 rows", lambda s: shear.shear(jnp.ones((2, 1, 4096), jnp.bfloat16), s, True)),
         (
             "r must have d_rel = 16",
             lambda s: shear.project(jnp.ones((2, 1, 8), jnp.bfloat16), jnp.ones((8, 8), jnp.bfloat16), None, s, True),
@@ -144,11 +155,11 @@ def test_lowers_for_cuda_on_any_machine(kernel, tokens, heads, extent):
     assert lower(kernel, tokens, heads, extent, tau=True).as_text().count("custom_call @mosaic_gpu") == 1
 
 
-# Kernel, table, most registers: three CTAs of 128 threads share an SM.
+# Kernel, table, most registers: two CTAs of 128 threads share an SM.
 COMPILED = [
-    ("shear", (8192, 64, 1024), 80),
-    ("project", (8192, 64, 1024), 112),
-    ("project", (8192, 8, 512), 112),
+    ("shear", (8192, 64, 1024), 96),
+    ("project", (8192, 64, 1024), 168),
+    ("project", (8192, 8, 512), 168),
 ]
 
 

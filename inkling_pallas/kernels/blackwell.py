@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from inkling_pallas.kernels import gmem, listing, shear, tensor_launch
 from inkling_pallas.kernels.tensor_tiling import TensorTiling
@@ -49,7 +50,6 @@ def unsupported(problem: Problem) -> str | None:
         (p.head_dim in (64, 128), f"head_dim must be 64 or 128 on Blackwell; got {p.head_dim}."),
         (p.group <= 16, f"num_heads / num_kv_heads must be at most 16 on Blackwell; got {p.group}."),
         (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Blackwell; got {p.block_size}."),
-        (p.sheared or p.rel_extent % 8 == 0, f"rel_extent must be a multiple of 8 on Blackwell; got {p.rel_extent}."),
         (
             tiles < LINE_LIMIT,
             f"the rows and keys of a batch must make fewer than 2**31 tiles on Blackwell; got {tiles}.",
@@ -61,7 +61,8 @@ def unsupported(problem: Problem) -> str | None:
             return f"{sentence} {portable}"
     if not candidates(problem):
         return f"batch_size must leave room for its lengths in shared memory; got {p.batch_size}. {portable}"
-    return None
+    plain = jax.ShapeDtypeStruct((p.num_tokens, p.num_heads, p.rel_extent), jnp.dtype(p.dtype))
+    return None if p.sheared else shear.unsupported(plain, p.rel_extent, projects=False)
 
 
 def unproven(problem: Problem) -> str:

@@ -43,29 +43,36 @@ def _copy(gmem: Gmem, smem: Smem, bars: Barriers, tiling: Tiling) -> None:
     table = schedule.fill_table(gmem.plan, smem.table, tiling)
     plgpu.barrier_arrive(bars.table_ready)
 
-    def copy_keys(slot: jax.Array, piece: Piece, tile: jax.Array) -> None:
-        ready = bars.k_ready.at[slot]
-        pages.fetch_tile(gmem.key, gmem.block_table, smem.k.at[slot], ready, piece, tile, tiling, values=False)
+    def copy_keys(slot: jax.Array, piece: Piece, tile: jax.Array, chunks: pages.Chunks) -> None:
+        pages.fetch_tile(gmem.key, chunks, smem.k.at[slot], bars.k_ready.at[slot], piece.head, tiling, values=False)
 
         @pl.when(tile >= _first_biased(piece, tiling))
         def _() -> None:
             band.fetch_block(gmem.rel_logits, smem.band.at[slot], bars.band_ready.at[slot], piece, tile, tiling)
 
-    def copy_values(slot: jax.Array, piece: Piece, tile: jax.Array) -> None:
-        ready = bars.v_ready.at[slot]
-        pages.fetch_tile(gmem.value, gmem.block_table, smem.v.at[slot], ready, piece, tile, tiling, values=True)
+    def copy_values(slot: jax.Array, piece: Piece, tile: jax.Array, chunks: pages.Chunks) -> None:
+        del tile
+        pages.fetch_tile(gmem.value, chunks, smem.v.at[slot], bars.v_ready.at[slot], piece.head, tiling, values=True)
 
     @plgpu.warp_map
     def _(warp: jax.Array) -> None:
-        pl.when(warp == 0)(lambda: _stream(table, cta, bars.k_free, copy_keys, tiling))
-        pl.when(warp == 1)(lambda: _stream(table, cta, bars.v_free, copy_values, tiling))
+        pl.when(warp == 0)(lambda: _stream(gmem, table, cta, bars.k_free, copy_keys, tiling))
+        pl.when(warp == 1)(lambda: _stream(gmem, table, cta, bars.v_free, copy_values, tiling))
         pl.when(warp == 2)(lambda: _copy_queries(gmem, smem, bars, table, cta, tiling))
 
 
 def _stream(
-    table: Table, cta: jax.Array, free: Any, copy: Callable[[jax.Array, Piece, jax.Array], None], tiling: Tiling
+    gmem: Gmem,
+    table: Table,
+    cta: jax.Array,
+    free: Any,
+    copy: Callable[[jax.Array, Piece, jax.Array, pages.Chunks], None],
+    tiling: Tiling,
 ) -> None:
-    """Calls copy(slot, piece, tile) for each tile of a CTA once the slot is free."""
+    """Calls copy(slot, piece, tile, chunks) for each tile of a CTA once the slot is free.
+
+    The page ids are asked for before that, so that they are there when it is.
+    """
     stages = tiling.num_stages
 
     def wait_until_free(index: jax.Array) -> None:
@@ -76,9 +83,10 @@ def _stream(
 
         @pl.loop(piece.begin, piece.end)
         def _(t: jax.Array) -> None:
-            place = done + t - piece.begin
+            place, tile = done + t - piece.begin, piece.first_tile + t
+            chunks = pages.find_chunks(gmem.block_table, piece, tile, tiling)
             wait_until_free(place)
-            copy(lax.rem(place, stages), piece, piece.first_tile + t)
+            copy(lax.rem(place, stages), piece, tile, chunks)
 
     total = schedule.for_each_piece(table, cta, tiling, copy_piece)
     if tiling.interpret:  # It wants every completion of a barrier to be seen.

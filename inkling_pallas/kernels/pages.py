@@ -11,6 +11,9 @@ from inkling_pallas.kernels import mosaic, schedule
 from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tiling import Tiling
 
+# Where parts of a KV tile lie: (page, chunk of the page) each.
+Chunks = list[tuple[jax.Array, jax.Array]]
+
 
 def split_pages(cache: jax.Array, tiling: Tiling) -> jax.Array:
     """Returns a view of a cache with the tokens of a page cut into chunks: one more axis, before that of the tokens."""
@@ -30,22 +33,10 @@ def _chunk_of(cache: Any, page: Any, place: Any, head: Any, values: bool, tiling
     return cache.at[page, place, :, head]
 
 
-def fetch_tile(
-    cache: Any,
-    block_table: Any,
-    tile_smem: Any,
-    ready: Any,
-    piece: Piece,
-    tile: jax.Array,
-    tiling: Tiling,
-    *,
-    values: bool,
-) -> None:
-    """Starts the copies of one KV tile; each arrives once on `ready`.
+def find_chunks(block_table: Any, piece: Piece, tile: jax.Array, tiling: Tiling) -> Chunks:
+    """Returns where the keys of a KV tile lie; a page id is what the table holds.
 
-    A chunk without a key that some row sees is replaced by the nearest one with such keys, which the cache has at
-    hand, and page ids are clipped into the pool: what they bring is masked. The CTAs of a cluster copy a part each, to
-    all of them.
+    A chunk without a key that some row sees is replaced by the nearest one with such keys, which the cache has at hand.
     """
     chunks_per_tile = tiling.block_kv // tiling.chunk
     chunks_per_page = tiling.problem.block_size // tiling.chunk
@@ -54,9 +45,27 @@ def fetch_tile(
     first = jnp.minimum(lax.div(begin, tiling.chunk), last)
     chunks = [jnp.clip(tile * chunks_per_tile + i, first, last) for i in range(chunks_per_tile)]
     pages = [block_table[piece.sequence, lax.div(chunk, chunks_per_page)] for chunk in chunks]
-    for i, (chunk, page) in enumerate(zip(chunks, pages, strict=True)):
+    return [(page, lax.rem(chunk, chunks_per_page)) for page, chunk in zip(pages, chunks, strict=True)]
+
+
+def fetch_tile(
+    cache: Any,
+    chunks: Chunks,
+    tile_smem: Any,
+    ready: Any,
+    head: jax.Array,
+    tiling: Tiling,
+    *,
+    values: bool,
+) -> None:
+    """Starts the copies of one KV tile from `find_chunks`; each arrives once on `ready`.
+
+    Page ids are clipped into the pool: what a wrong one brings is masked. The CTAs of a cluster copy a part each, to
+    all of them.
+    """
+    for i, (page, chunk) in enumerate(chunks):
         page = jnp.clip(page, 0, tiling.problem.num_blocks - 1)
-        source = _chunk_of(cache, page, lax.rem(chunk, chunks_per_page), piece.head, values, tiling)
+        source = _chunk_of(cache, page, chunk, head, values, tiling)
         place = tile_smem.at[slice(i * tiling.chunk, (i + 1) * tiling.chunk)]
         plgpu.copy_gmem_to_smem(source, place, ready, collective_axes=tiling.cluster_axis)
 

@@ -68,13 +68,11 @@ def _place(tiling: RowTiling) -> Place:
 def _copy(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: RowTiling) -> None:
     """Runs one warp each for K, V, the bias and q. Arrives on every *_ready, waits on every *_free."""
 
-    def copy_keys(slot: jax.Array, piece: Piece, t: jax.Array) -> None:
-        ready = bars.k_ready.at[slot]
-        pages.fetch_tile(gmem.key, gmem.block_table, smem.k.at[slot], ready, piece, t, tiling, values=False)
+    def copy_keys(slot: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+        pages.fetch_tile(gmem.key, chunks, smem.k.at[slot], bars.k_ready.at[slot], head, tiling, values=False)
 
-    def copy_values(slot: jax.Array, piece: Piece, t: jax.Array) -> None:
-        ready = bars.v_ready.at[slot]
-        pages.fetch_tile(gmem.value, gmem.block_table, smem.v.at[slot], ready, piece, t, tiling, values=True)
+    def copy_values(slot: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+        pages.fetch_tile(gmem.value, chunks, smem.v.at[slot], bars.v_ready.at[slot], head, tiling, values=True)
 
     @plgpu.warp_map
     def _(warp: jax.Array) -> None:
@@ -91,9 +89,16 @@ def _wait_until_free(free: Any, count: jax.Array, slots: int, index: jax.Array) 
 
 
 def _stream_cache(
-    gmem: Gmem, cluster: jax.Array, free: Any, copy: Callable[[jax.Array, Piece, jax.Array], None], tiling: RowTiling
+    gmem: Gmem,
+    cluster: jax.Array,
+    free: Any,
+    copy: Callable[[jax.Array, jax.Array, pages.Chunks], None],
+    tiling: RowTiling,
 ) -> None:
-    """Calls copy(stage, piece, KV tile) for each KV tile of a cluster once the stage is free."""
+    """Calls copy(stage, kv head, chunks) for each KV tile of a cluster once the stage is free.
+
+    The page ids are asked for before that, so that they are there when it is.
+    """
     stages = tiling.num_stages
 
     def copy_tile(tile: Tile, counts: Counts) -> None:
@@ -101,8 +106,9 @@ def _stream_cache(
         def _(t: jax.Array) -> None:
             count = counts.kv_tiles + t - tile.piece.first_tile
             stage = lax.rem(count, stages)
+            chunks = pages.find_chunks(gmem.block_table, tile.piece, t, tiling)
             _wait_until_free(free, count, stages, stage)
-            copy(stage, tile.piece, t)
+            copy(stage, tile.piece.head, chunks)
 
     total = worklist.for_each_tile(gmem.plan, cluster, tiling, copy_tile).kv_tiles
     # The interpreter wants every completion of a barrier to be seen, and a CTA must not end before the others of its

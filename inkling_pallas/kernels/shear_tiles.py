@@ -1,18 +1,22 @@
 """How the table that the shear kernels write is cut into tiles: static sizes."""
 
 import dataclasses
+import math
 from typing import Any, Self
 
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from inkling_pallas.sheared import ALIGNMENT, sheared_width
 
-ROWS = 64  # of a tile: those of a warpgroup's product
+ROWS = 16  # of a tile: those of a warp's product
 D_REL = 16  # of the relative query: one step of the tensor core
-_WIDEST = 248  # columns of a tile; a copy takes 256
-_CTAS = 396  # three for each SM of an H200
+THREADS = 128
+_SMS = 132  # of an H200
+_SMEM_OF_SM = 227 * 1024
+_MARGIN = 4 * 1024  # barriers, and what the compiler adds to align buffers
+_LINE = 128  # elements; copies of whole lines are the fastest
+_BOX = 256  # lines that one copy takes at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,20 +31,30 @@ class ShearTiles:
     projects: bool  # from the relative query, else from plain rows
 
     @classmethod
-    def make(cls, shape: tuple[int, int, int], dtype: Any, interpret: bool, projects: bool = False) -> Self:
-        """Returns how a table is cut, (num_tokens, num_heads, rel_extent).
+    def make(cls, source: Any, rel_extent: int, interpret: bool, projects: bool = False) -> Self:
+        """Returns how the table is cut that is made from `source`, [num_tokens, num_heads, d_rel or rel_extent].
 
         Raises:
           NotImplementedError: for what the kernels lack.
         """
-        name, portable = np.dtype(dtype).name, "Use backend='portable'."
-        if name not in ("bfloat16", "float16"):
-            raise NotImplementedError(f"the dtype must be bfloat16 or float16 for the kernel; got {name}. {portable}")
-        if not projects and shape[2] % ALIGNMENT:
-            rule = f"be a multiple of {ALIGNMENT} for the kernel"
-            raise NotImplementedError(f"rel_extent must {rule}; got {shape[2]}. {portable}")
-        sizes = dict(zip(("num_tokens", "num_heads", "rel_extent"), shape, strict=True))
-        return cls(**sizes, dtype=dtype, interpret=interpret, projects=projects)
+        num_tokens, num_heads, width = source.shape
+        sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "rel_extent": rel_extent, "dtype": source.dtype}
+        tiles = cls(**sizes, interpret=interpret, projects=projects)
+        name, room = np.dtype(source.dtype).name, tiles.smem_bytes(*tiles.buffers) <= _SMEM_OF_SM
+        rules: list[tuple[bool, str]] = [
+            (not projects or width == D_REL, f"r must have d_rel = {D_REL}; got {width}."),
+            (name in ("bfloat16", "float16"), f"the dtype must be bfloat16 or float16 for the kernel; got {name}."),
+            (
+                projects or rel_extent % ALIGNMENT == 0,
+                f"rel_extent must be a multiple of {ALIGNMENT} for the kernel; got {rel_extent}.",
+            ),
+            (rel_extent >= 2, f"rel_extent must be at least 2 for the kernel; got {rel_extent}."),
+            (room, f"rel_extent must leave room for 16 rows in shared memory for the kernel; got {rel_extent}."),
+        ]
+        for holds, sentence in rules:
+            if not holds:
+                raise NotImplementedError(f"{sentence} Use backend='portable'.")
+        return tiles
 
     @property
     def width(self) -> int:
@@ -58,44 +72,41 @@ class ShearTiles:
         return self.num_tokens * self.num_heads
 
     @property
+    def padded_rows(self) -> int:
+        """Rows that the kernel reads and writes: the card drops what lies past an array, the interpreter does not."""
+        return self.num_tiles * ROWS if self.interpret else self.num_rows
+
+    @property
     def num_tiles(self) -> int:
-        """Tiles of a chunk."""
+        """Tiles of the table."""
         return -(-self.num_rows // ROWS)
 
     @property
-    def block(self) -> int:
-        """Columns of a chunk.
-
-        An odd multiple of 8, so that the eight rows that a warp writes at once lie in different banks; of those the one
-        that leaves least of the last chunk empty.
-        """
-        odd = range(_WIDEST, 64, -2 * ALIGNMENT)
-        return min(odd, key=lambda block: -(-self.width // block) * block)
+    def source_width(self) -> int:
+        """Elements of a row that the kernel reads."""
+        return D_REL if self.projects else self.rel_extent
 
     @property
-    def chunks(self) -> int:
-        """Chunks of columns."""
-        return -(-self.width // self.block)
+    def projection_columns(self) -> int:
+        """Columns of the projection in shared memory: those of any shift, and a multiple of the threads."""
+        return -(-(self.width + ALIGNMENT) // THREADS) * THREADS
 
     @property
-    def window(self) -> int:
-        """Distances that a chunk needs with any shift, an odd multiple of 8 as `block` is."""
-        return self.block + 2 * ALIGNMENT
+    def buffers(self) -> tuple[int, int]:
+        """Tiles whose source is in flight or in use, and tiles whose result is: the most that fit."""
+        sizes = [(3, 2), (2, 2), (2, 1)]
+        return next((size for size in sizes if self.smem_bytes(*size) <= _SMEM_OF_SM), sizes[-1])
 
-    @property
-    def margin(self) -> int:
-        """Distances before 0 that the last chunk asks for, at most."""
-        return self.chunks * self.block
+    def smem_bytes(self, sources: int, results: int) -> int:
+        """Returns what a CTA takes."""
+        projection = D_REL * self.projection_columns if self.projects else 0
+        return 2 * (projection + ROWS * (sources * self.source_width + results * self.width)) + _MARGIN
 
     @property
     def workers(self) -> int:
-        """CTAs of a chunk."""
-        return max(1, min(self.num_tiles, _CTAS // self.chunks))
-
-    @property
-    def num_stages(self) -> int:
-        """Tiles whose source is in flight or in use."""
-        return 3
+        """CTAs: two for each SM where they fit."""
+        of_sm = 2 if 2 * self.smem_bytes(*self.buffers) <= _SMEM_OF_SM else 1
+        return max(1, min(self.num_tiles, of_sm * _SMS))
 
     @property
     def tokens_of_tile(self) -> int:
@@ -104,16 +115,19 @@ class ShearTiles:
             return max(1, ROWS // self.num_heads)
         return -(-(ROWS - 1) // self.num_heads) + 1
 
-    @property
-    def padded_shape(self) -> tuple[int, int]:
-        """Shape of what the kernel writes: the card drops what lies past an array, the interpreter does not."""
-        if not self.interpret:
-            return (self.num_rows, self.width)
-        return (self.num_tiles * ROWS, self.chunks * self.block)
+    def lines(self, width: int) -> tuple[int, int]:
+        """Returns rows of some width as whole lines: (lines of a tile, elements of a line)."""
+        line = math.gcd(self.num_rows * width, _LINE)
+        return ROWS * width // line, line
+
+    def boxes(self, width: int) -> list[slice]:
+        """Returns the lines of each copy of a tile."""
+        lines, _ = self.lines(width)
+        return [slice(start, min(start + _BOX, lines)) for start in range(0, lines, _BOX)]
 
     def token_of(self, row: Any) -> Any:
         """Returns which token a row belongs to."""
         heads = self.num_heads
         if heads & (heads - 1) == 0:
-            return lax.shift_right_logical(row, jnp.full_like(row, heads.bit_length() - 1))
-        return lax.div(row, jnp.full_like(row, heads))
+            return lax.shift_right_logical(row, heads.bit_length() - 1)
+        return lax.div(row, heads)

@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import band, pages, tensor_walk
 from inkling_pallas.kernels.gmem import Gmem
-from inkling_pallas.kernels.schedule import Piece
 from inkling_pallas.kernels.tensor_buffers import Barriers, Smem
 from inkling_pallas.kernels.tensor_tiling import TensorTiling
 from inkling_pallas.kernels.tensor_walk import Walk
@@ -20,27 +19,32 @@ from inkling_pallas.kernels.worklist import Tile
 def stream_keys(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
     """Copies K. Arrives on k_ready, waits on k_free."""
 
-    def copy(stage: jax.Array, piece: Piece, t: jax.Array) -> None:
-        ready = bars.k_ready.at[stage]
-        pages.fetch_tile(gmem.key, gmem.block_table, smem.k.at[stage], ready, piece, t, tiling, values=False)
+    def copy(stage: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+        pages.fetch_tile(gmem.key, chunks, smem.k.at[stage], bars.k_ready.at[stage], head, tiling, values=False)
 
-    _stream_cache(bars.k_free, copy, walk, tiling)
+    _stream_cache(gmem.block_table, bars.k_free, copy, walk, tiling)
 
 
 def stream_values(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
     """Copies V. Arrives on v_ready, waits on v_free."""
 
-    def copy(stage: jax.Array, piece: Piece, t: jax.Array) -> None:
-        ready = bars.v_ready.at[stage]
-        pages.fetch_tile(gmem.value, gmem.block_table, smem.v.at[stage], ready, piece, t, tiling, values=True)
+    def copy(stage: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+        pages.fetch_tile(gmem.value, chunks, smem.v.at[stage], bars.v_ready.at[stage], head, tiling, values=True)
 
-    _stream_cache(bars.v_free, copy, walk, tiling)
+    _stream_cache(gmem.block_table, bars.v_free, copy, walk, tiling)
 
 
 def _stream_cache(
-    free: Any, copy: Callable[[jax.Array, Piece, jax.Array], None], walk: Walk, tiling: TensorTiling
+    block_table: Any,
+    free: Any,
+    copy: Callable[[jax.Array, jax.Array, pages.Chunks], None],
+    walk: Walk,
+    tiling: TensorTiling,
 ) -> None:
-    """Calls copy(stage, piece, KV tile) for each KV tile of a CTA once the stage is free."""
+    """Calls copy(stage, kv head, chunks) for each KV tile of a CTA once the stage is free.
+
+    The page ids are asked for before that, so that they are there when it is.
+    """
     stages = tiling.num_stages
 
     def wait_until_free(count: jax.Array) -> None:
@@ -51,8 +55,9 @@ def _stream_cache(
         @pl.loop(tile.piece.first_tile, tile.end)
         def _(t: jax.Array) -> None:
             count = done + t - tile.piece.first_tile
+            chunks = pages.find_chunks(block_table, tile.piece, t, tiling)
             wait_until_free(count)
-            copy(tensor_walk.stage_of(count, tiling), tile.piece, t)
+            copy(tensor_walk.stage_of(count, tiling), tile.piece.head, chunks)
 
     total = walk.for_each_tile(tiling, copy_tile)
     if tiling.interpret:  # It wants every completion of a barrier to be seen.

@@ -1,6 +1,6 @@
 """Assembly and launch for sm_100 and sm_110: what is supported, and the kernels of a call in order.
 
-Interpreted, and assembled for sm_100a; never run on a card. `auto` does not take it for that reason.
+Interpreted and assembled (for sm_100a), never run on a card: `auto` does not take it for that reason.
 """
 
 import dataclasses

@@ -3,6 +3,7 @@
 Persistent CTAs walk a list of tiles (`worklist`), or pieces of the line of all KV tiles (`schedule`). Of the four
 warpgroups of a CTA two do the softmax of 128 query rows each, one corrects sums and writes results, and the warps of
 the last copy and issue matrix products. What a warpgroup computes in turn stands in the module of its role.
+Interpreted and assembled, never run on a card.
 """
 
 from typing import Any

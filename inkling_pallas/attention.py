@@ -82,8 +82,8 @@ def inkling_rel_attention(
       out: an array like the result; the result uses its buffer when it is donated under jax.jit.
       out_dtype: dtype of the result; default that of q.
       return_lse: also return the log-sum-exp.
-      backend: "auto" takes the fastest that can, by the default device; or a name: "portable", "hopper", or "blackwell",
-        whose kernel was interpreted and assembled, never run on a card, and which "auto" leaves out therefore.
+      backend: "auto" takes the fastest that can, by the default device; or a name: "portable", "hopper" or
+        "blackwell", which was interpreted and assembled, never run on a card, so that "auto" leaves it out.
       config: a Config of the backend; None chooses.
       interpret: run the named kernel in the Pallas GPU interpreter; portable has no kernel and refuses.
 

@@ -90,7 +90,8 @@ def lines_of(report: dict[str, Any]) -> list[tuple[str, str]]:
 def write_report(options: argparse.Namespace, argv: Sequence[str], report: dict[str, Any]) -> None:
     """Writes the report with what must be known to read it."""
     meta = describe_run("serve-sim", f"python -m inkling_pallas serve-sim {shlex.join(argv)}".strip(), "host clock")
-    chosen = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    chosen = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
+    del chosen["out"]
     trace = options.trace.stem if options.trace else "shipped"
     path = options.out / f"{card_name()}-serve-sim-{trace}-{report['requests']}.json"
     write_json(path, {"meta": meta, "options": chosen, "result": report})

@@ -43,7 +43,10 @@ CASES = [
         small("dtypes, head_dim", (20, 1), (130, 65), head_dim=64, dtype="float16", rel_extent=64),
         {**TILES, "block_kv": 128},
     ),
-    (small("multi-token decode, pages freed", (5, 3), (150, 75), window_size=(60, 0), freed_pages=True), SPLITS),
+    (
+        small("multi-token decode, freed", (5, 3), (150, 75), window_size=(60, 0), freed_pages=True, num_splits=3),
+        SPLITS,
+    ),
     (
         small("write_kv, no split", (1, 1), (100, 0), num_kv_heads=2, num_splits=1, layout="interleaved", write=True),
         SPLITS,

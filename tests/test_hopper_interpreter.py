@@ -25,7 +25,8 @@ CASES = [
     case("splits", (1,), (300,), num_splits=3),
     case("no_split", (1, 1), (200, 75), num_splits=1, num_kv_heads=2),
     case("window", (1, 1), (300, 75), window_size=(127, 0)),
-    case("rows", (5, 3), (200, 75), window_size=(127, 0)),
+    case("window_splits", (1, 1), (300, 75), window_size=(127, 0), num_splits=3),
+    case("rows", (5, 3), (200, 75), window_size=(127, 0), num_splits=3),
     case("empty", (0, 1, 0, 2), (0, 3, 7, 2), rel_extent=8, window_size=(4, 0), block_size=8, padding_rows=3),
     case("no_keys", (1, 2), (0, 0), padding_rows=2),
     case("more_rows_than_keys", (5,), (3,), num_kv_heads=2),
@@ -37,7 +38,7 @@ CASES = [
     case("head_dim_256", (1,), (130,), head_dim=256, block_size=48, rel_extent=64),
     case("page_784", (1,), (300,), block_size=784),
     case("infinite", (1, 2), (130, 40), poison_value=float("inf")),
-    case("freed_pages", (1,), (300,), window_size=(127, 0), freed_pages=True),
+    case("freed_pages", (1,), (300,), window_size=(127, 0), freed_pages=True, num_splits=2),
     case("packed", (1, 2), (130, 40), num_kv_heads=2, layout="packed"),
     case("interleaved", (1, 2), (130, 40), num_kv_heads=2, layout="interleaved"),
 ]

@@ -161,20 +161,22 @@ def test_pieces_cover_every_unit_once_and_in_order(name, splits, ctas):
         assert splits is None or len(cut) <= splits
     counts = [sum(p.end - p.begin for p in mine) for mine in pieces if mine]
     if splits is None and counts:
-        slack = 0 if tiling.problem.window_left is None else 128 // tiling.block_kv
+        slack = max(p.tiles for mine in pieces for p in mine) - 1 if tiling.whole_units else 0
         assert max(counts) <= -(-sum(counts) // ctas) + slack
 
 
-def test_units_of_one_length_are_not_cut_where_whole_ones_fill_the_ctas():
-    tiling = make_tiling(16, ctas=7, window=127)
-    for kv_len, whole in ((1000, True), (100, True), (1, True)):
-        pieces = all_pieces(make_table(tiling, [1] * 16, [kv_len] * 16), tiling)
-        assert whole == all(piece.end - piece.begin == piece.tiles for mine in pieces for piece in mine)
-    few = all_pieces(make_table(tiling, [1] * 3 + [0] * 13, [1000] * 16), tiling)  # 6 units, 3 tiles each
-    assert max(sum(piece.end - piece.begin for piece in mine) for mine in few) <= 3
-    wide = make_tiling(4, ctas=7, window=447)  # 8 units, 8 tiles each: whole ones would take 16 instead of 10
+def test_units_under_a_window_are_whole_where_no_cta_has_much_more_than_its_share():
+    many, wide = make_tiling(16, window=127), make_tiling(4, window=447)
+    assert many.whole_units  # 32 units of 2 or 3 tiles for 7 CTAs
+    for kv_len in (1000, 100, 1):
+        pieces = all_pieces(make_table(many, [1] * 16, [kv_len] * 16), many)
+        assert all(piece.end - piece.begin == piece.tiles for mine in pieces for piece in mine)
+    assert not wide.whole_units  # 8 units of 8 tiles: a CTA would have 16 instead of 10
     cut = all_pieces(make_table(wide, [1] * 4, [1000] * 4), wide)
     assert max(sum(piece.end - piece.begin for piece in mine) for mine in cut) == 10
+    assert make_tiling(4, window=447, splits=1).whole_units
+    assert not make_tiling(16, window=127, splits=2).whole_units
+    assert not make_tiling(16).whole_units
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -75,11 +75,16 @@ def attend_sheared(**call: Any) -> Any:
 
 
 def interpreted(operator: Operator) -> Operator:
-    """Returns an operator whose kernels run in the Pallas GPU interpreter, on a few CTAs: it runs one at a time."""
+    """Returns an operator whose kernels run in the Pallas GPU interpreter, on a few CTAs: it runs one at a time.
+
+    It waits for its results. The interpreter runs jax operations of its own, and those that the caller queues behind
+    a kernel meanwhile can leave no place for them.
+    """
 
     def attend(**call: Any) -> Any:
         config = explain(**call).config
-        return operator(**call, config=dataclasses.replace(config, num_ctas=_INTERPRETED_CTAS), interpret=True)
+        config = dataclasses.replace(config, num_ctas=_INTERPRETED_CTAS)
+        return jax.block_until_ready(operator(**call, config=config, interpret=True))
 
     return attend
 

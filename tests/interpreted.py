@@ -20,7 +20,8 @@ _LEFT_OUT = ("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_se
 def attend(arguments: dict[str, Any], config: Any, *, kernel: Any = hopper, **overrides: Any) -> Any:
     """Runs the kernels of a call; returns what `attend` of the module `kernel` returns, as NumPy."""
     checked = _check(arguments, kernel, overrides)
-    return jax.tree.map(np.asarray, _run(kernel, checked.problem, config)(checked.operands, checked.lengths))
+    # All kernels in one computation: what is queued behind a kernel meanwhile can keep the interpreter from going on.
+    return jax.tree.map(np.asarray, jax.jit(_run(kernel, checked.problem, config))(checked.operands, checked.lengths))
 
 
 def compiled(arguments: dict[str, Any], config: Any, *, kernel: Any = hopper) -> Any:

@@ -77,6 +77,7 @@ def lower(problem, device=None, kernel: Any = hopper):
 LOWERED = {
     "global": make_problem(64, 8),
     "local, lse": make_problem(64, 16, local=True, return_lse=True),
+    "local, one sequence": make_problem(64, 16, batch=1, local=True),
     "one kv head, one sequence": make_problem(8, 1, batch=1),
     "several tokens": make_problem(64, 16, q_len=4),
     "16 tokens": make_problem(64, 8, q_len=16),
@@ -100,10 +101,15 @@ LOWERED = {
 
 
 def _kernels(problem):
-    config, decode = hopper.choose_config(problem), 1 if problem.num_splits == 1 else 2
+    config = hopper.choose_config(problem)
     if config.program == "decode":
-        return decode
-    return 2 + (0 if config.few_rows is None else decode)  # One lists the tiles.
+        return _decode_kernels(problem, config)
+    few = 0 if config.few_rows is None else _decode_kernels(hopper.few_rows_of(problem), config.few_rows)
+    return 2 + few  # One lists the tiles.
+
+
+def _decode_kernels(problem, config):
+    return 1 if hopper.tiling_of(problem, config).whole_units else 2
 
 
 @pytest.mark.parametrize("name", LOWERED)

@@ -78,7 +78,8 @@ def _turn_row(out: Any, source: Any, row: Any, shift: Any) -> None:
         else:
             clipped = [arith.minsi(arith.maxsi(d, i32(0)), i32(extent - 1)) for d in distances]
             places = [utils.getelementptr(source_row, [_half(d)], word) for d in clipped]
-        value = _permute(*(llvm.load(word, place) for place in places), halves)
+        first_word, second_word = (llvm.load(word, place) for place in places)
+        value = _permute(first_word, second_word, halves)
         if not inner:
             value = arith.andi(value, _mask_of(distances, extent))
         value = arith.select(live, value, i32(0))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_mosaic_twins import WAYS, expect, numbers
+from test_mosaic_twins import WAYS, expect, numbers, result, run
 from test_row_twins import through_smem
 
 import inkling_pallas as ip
 from inkling_pallas import shearing
-from inkling_pallas.kernels import shear, shear_tiles, steps
+from inkling_pallas.kernels import shear, shear_steps, shear_tiles, steps
 from inkling_pallas.sheared import ShearedLogits, shear_rows
 
 _INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
@@ -202,3 +202,55 @@ def test_steps_of_columns(way, tokens, group, pitch, keys, columns, phase):
     x = numbers(tokens, group, pitch, dtype=jnp.bfloat16)
     read = lambda ref: steps.load_columns(ref, jnp.int32(phase), (keys, columns), interpret=bool(way))  # noqa: E731
     expect(through_smem(read, way, x, keys, columns), steps_of(x, phase, columns, keys).T)
+
+
+# Rows of 6 heads, of whose first token 4 stand in tiles before; the second token is of no sequence.
+SHIFTS, HEADS, OFFSET = (3, -1, 0, 7), 6, 4
+OF_ROWS = np.array(SHIFTS)[(OFFSET + np.arange(16)) // HEADS]
+
+
+def written_tile(write, way, width, *inputs, taus=None):
+    """Returns the tile [16, width] that `write` makes of inputs in plain SMEM, or None where it is only lowered."""
+    scalar = lambda x, dtype: jnp.full((), x, dtype)  # noqa: E731
+    count = len(inputs)
+
+    def body(*refs):
+        table, out, ready = refs[count], refs[-2], refs[-1]
+        places = refs[count + 1 : -2]
+        for source, place in zip(refs[:count], places, strict=True):
+            plgpu.copy_gmem_to_smem(source, place, ready)
+        plgpu.barrier_wait(ready)
+        tokens = shear_steps.Tokens(
+            offset=scalar(OFFSET, jnp.int32),
+            shifts=[scalar(shift, jnp.int32) for shift in SHIFTS],
+            taus=None if taus is None else [scalar(tau, jnp.float32) for tau in taus],
+        )
+        write(out, *places, tokens, heads=HEADS, interpret=bool(way))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, table)
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM(x.shape, x.dtype) for x in inputs]
+    scratch += [plgpu.SMEM((16, width), inputs[0].dtype), plgpu.Barrier(num_arrivals=count)]
+    return run(body, way, result(16, width, dtype=inputs[0].dtype), *inputs, scratch=scratch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("extent", [8, 64, 200])
+def test_a_tile_turned(way, extent):
+    x = numbers(16, extent, dtype=jnp.bfloat16)
+    table = shear_rows(x[:, None], jnp.asarray(OF_ROWS, jnp.int32))[:, 0]
+    expect(written_tile(shear_steps.write_turned, way, table.shape[1], x), table)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("extent", "taus"), [(8, None), (64, (1.0, 5.0, 2.0, 3.0)), (200, None)])
+def test_a_tile_of_products(way, extent, taus):
+    r, proj = whole_numbers(16, 16), whole_numbers(16, extent, seed=1)
+    factors = None if taus is None else jnp.asarray(taus, jnp.float32)[(OFFSET + np.arange(16)) // HEADS]
+    plain = ip.relative_logits(r[:, None], proj, factors)
+    table = shear_rows(plain, jnp.asarray(OF_ROWS, jnp.int32))[:, 0]
+    columns = jnp.zeros((table.shape[1] + 8, 16), jnp.bfloat16).at[8 : 8 + extent].set(proj[:, ::-1].T)
+    halves = columns.reshape(-1, 2, 8).transpose(1, 0, 2)
+    write = lambda out, queries, halves, *more, **kw: shear_steps.write_products(out, halves, queries, *more, **kw)  # noqa: E731
+    expect(written_tile(write, way, table.shape[1], r, halves, taus=taus), table)

@@ -345,12 +345,13 @@ def test_a_local_prefill_costs_what_its_length_says():
         }
         runs[tokens] = functools.partial(run, **arrays)
         jax.block_until_ready(runs[tokens]())
-    for _ in range(4):
+    for _ in range(5):
         for tokens, run in runs.items():
             start = clock()
             jax.block_until_ready(run())
             times[tokens].append(clock() - start)
-    assert min(times[32768]) <= 4.6 * min(times[8192])
+    # Without its window a prefill four times as long costs sixteen times as much.
+    assert np.median(times[32768]) <= 6 * np.median(times[8192])
 
 
 def test_shard_map_over_heads():

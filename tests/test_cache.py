@@ -17,8 +17,7 @@ from inkling_pallas.cache_cases import in_layout
 from inkling_pallas.cases import Case, build
 from inkling_pallas.catalog import small_cases
 from inkling_pallas.check import judge
-from inkling_pallas.dispatch import BACKENDS
-from inkling_pallas.kernels import hopper
+from inkling_pallas.dispatch import BACKENDS, load_backend
 from inkling_pallas.layouts import LAYOUTS
 from inkling_pallas.testing import assert_rows_close
 
@@ -119,8 +118,10 @@ def test_layers_can_be_stacked_and_scanned(layout):
 @pytest.mark.parametrize("layout", COMBINED)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backend_reads_a_layout_or_says_that_it_does_not(backend, layout, monkeypatch):
-    chosen = hopper.choose_config  # for the CTAs of a card, which the interpreter runs one by one
-    monkeypatch.setattr(hopper, "choose_config", lambda problem: dataclasses.replace(chosen(problem), num_ctas=3))
+    module = load_backend(backend)
+    if backend != "portable":  # A card's CTAs, which the interpreter runs one by one.
+        chosen = module.choose_config
+        monkeypatch.setattr(module, "choose_config", lambda problem: dataclasses.replace(chosen(problem), num_ctas=3))
     case = Case(name="read", kind="decode", q_lens=(1,), kv_lens=(300,), num_kv_heads=1, layout=layout)
     try:
         failure = judge(case, backend=backend, interpret=backend != "portable").failure

@@ -7,8 +7,8 @@ import numpy as np
 
 from inkling_pallas.errors import refuse
 from inkling_pallas.problem import LENGTH_LIMIT, Lengths, Problem
-from inkling_pallas.sequences import place_rows
-from inkling_pallas.sheared import ShearedLogits, row_shifts
+from inkling_pallas.sequences import shifts_of_rows
+from inkling_pallas.sheared import ShearedLogits
 
 
 def check_batch_contents(problem: Problem, block_table: Any, lengths: Lengths, max_seqlen_q: int) -> None:
@@ -47,9 +47,7 @@ def check_shifts(rel_logits: ShearedLogits, lengths: Lengths) -> None:
       lengths: concrete, already checked.
     """
     shifts = _concrete("rel_logits.shifts", rel_logits.shifts)
-    rows = place_rows(len(shifts), lengths)
-    place = {"num_tokens": len(shifts), "rel_extent": rel_logits.rel_extent}
-    wanted = np.asarray(row_shifts(rows.q_start, rows.q_len, rows.first_pos, **place))
+    wanted = np.asarray(shifts_of_rows(len(shifts), lengths, rel_logits.rel_extent))
     for row in np.flatnonzero((wanted >= 0) & (shifts != wanted))[:1]:
         rule = f"be {wanted[row]}, from the position of that row"
         advice = "Shear with the cu_seqlens_q, cache_seqlens, kv_offset and total_seqlens of this call."

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inkling_pallas.problem import LENGTH_LIMIT, Lengths, Problem, Sequences
+from inkling_pallas.sheared import row_shifts
 
 
 class Rows(NamedTuple):
@@ -69,6 +70,12 @@ def place_rows(num_tokens: int, lengths: Lengths) -> Sequences:
     """Returns where the rows of each sequence lie and stand, as `safe_sequences` without the limits of a problem."""
     rows = Rows(lengths.cu_seqlens_q[:-1], lengths.cu_seqlens_q[1:])
     return _place(num_tokens, rows, _claimed(num_tokens, rows), lengths)
+
+
+def shifts_of_rows(num_tokens: int, lengths: Lengths, rel_extent: int) -> jax.Array:
+    """Returns the shift of each packed row in the sheared layout, int32[num_tokens]; -1 in rows of no sequence."""
+    rows = place_rows(num_tokens, lengths)
+    return row_shifts(rows.q_start, rows.q_len, rows.first_pos, num_tokens=num_tokens, rel_extent=rel_extent)
 
 
 def _claimed(num_tokens: int, rows: Rows) -> jax.Array:

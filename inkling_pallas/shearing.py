@@ -9,8 +9,8 @@ from inkling_pallas.dispatch import kernels_of, load_backend
 from inkling_pallas.errors import FLOAT_DTYPES, refuse, require_array, static_bool
 from inkling_pallas.problem import Lengths
 from inkling_pallas.relative import relative_logits
-from inkling_pallas.sequences import place_rows
-from inkling_pallas.sheared import ShearedLogits, row_shifts, shear_rows
+from inkling_pallas.sequences import shifts_of_rows
+from inkling_pallas.sheared import ShearedLogits, shear_rows
 from inkling_pallas.splits import default_device
 
 PRODUCERS = ("portable", "hopper")
@@ -128,8 +128,7 @@ def _shifts(lengths: Lengths, num_tokens: int, rel_extent: int) -> jax.Array:
         size = batch + 1 if name == "cu_seqlens_q" else batch
         if array is not None:
             require_array(name, array, (size,), "int32", "As in inkling_rel_attention.")
-    rows = place_rows(num_tokens, Lengths(*jax.tree.map(jnp.asarray, lengths)))
-    return row_shifts(rows.q_start, rows.q_len, rows.first_pos, num_tokens=num_tokens, rel_extent=rel_extent)
+    return shifts_of_rows(num_tokens, Lengths(*jax.tree.map(jnp.asarray, lengths)), rel_extent)
 
 
 def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *, projects: bool) -> Any:

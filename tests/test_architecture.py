@@ -69,8 +69,8 @@ LAYERS = (
     ("kernels.lanes",),
     ("kernels.rows", "kernels.shear_steps", "kernels.steps", "kernels.table"),
     ("kernels.mosaic",),
+    ("kernels.inline_lanes",),
     (
-        "kernels.inline_lanes",
         "kernels.inline_rows",
         "kernels.inline_shear",
         "kernels.inline_steps",

@@ -14,8 +14,8 @@ from inkling_pallas.kernels.tensor_tiling import TensorTiling
 from inkling_pallas.kernels.tiling import LINE_LIMIT
 from inkling_pallas.kernels.worklist import Worklist
 from inkling_pallas.problem import Lengths, Operands, Problem
-from inkling_pallas.sequences import place_rows
-from inkling_pallas.sheared import ShearedLogits, row_shifts
+from inkling_pallas.sequences import shifts_of_rows
+from inkling_pallas.sheared import ShearedLogits
 
 _MAX_ROWS = 64  # packed query rows of a sequence per kv head up to which keys are split
 
@@ -123,6 +123,5 @@ def _shear(problem: Problem, bias: jax.Array | ShearedLogits, lengths: Lengths, 
     """Returns the bias in the sheared layout."""
     if isinstance(bias, ShearedLogits):
         return bias
-    rows, sizes = place_rows(problem.num_tokens, lengths), {"rel_extent": problem.rel_extent}
-    shifts = row_shifts(rows.q_start, rows.q_len, rows.first_pos, num_tokens=problem.num_tokens, **sizes)
-    return ShearedLogits(table=shear.shear(bias, shifts, interpret), shifts=shifts, **sizes)
+    shifts = shifts_of_rows(problem.num_tokens, lengths, problem.rel_extent)
+    return ShearedLogits(table=shear.shear(bias, shifts, interpret), shifts=shifts, rel_extent=problem.rel_extent)

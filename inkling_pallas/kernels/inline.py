@@ -160,14 +160,19 @@ def warp_in_group() -> Any:
     return arith.remui(arith.divui(utils.thread_idx(), i32(LANES)), i32(THREADS // LANES))
 
 
+def lane_in_warp() -> Any:
+    """Returns which lane of its warp a thread is."""
+    return arith.remui(utils.thread_idx(), i32(LANES))
+
+
 def _first_wgmma_row() -> Any:
-    lane = arith.remui(utils.thread_idx(), i32(LANES))
+    lane = lane_in_warp()
     return arith.addi(arith.muli(warp_in_group(), i32(16)), arith.shrui(lane, i32(2)))
 
 
 def _store_blocks(ref: Any, base: Any, blocks: list[tuple[int, int, Any]], tiles_across: int) -> None:
     """Stores 2 or 4 blocks, transposed: lane l gives the address of row l % 8 of block l // 8."""
-    lane = arith.remui(utils.thread_idx(), i32(LANES))
+    lane = lane_in_warp()
     mine = arith.andi(arith.shrui(lane, i32(3)), i32(len(blocks) - 1))
     place = [pick(mine, [block[i] for block in blocks]) for i in (0, 1)]
     row = arith.addi(arith.muli(place[0], i32(8)), arith.andi(lane, i32(7)))

@@ -11,6 +11,7 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
+from inkling_pallas.kernels import inline_steps
 from inkling_pallas.kernels.inline import THREADS, i32, plain_pointer
 
 _EIGHT = 8  # 16-bit elements of 16 bytes
@@ -19,13 +20,8 @@ _EIGHT = 8  # 16-bit elements of 16 bytes
 def load_rows(ref: Any, phase: Any, *, rows: int, group: int, tokens: int, width: int) -> Any:
     """Returns [128, width] of a block of the sheared layout; see `lanes.load_rows`."""
     memref, base = ir.MemRefType(ref.type), utils.memref_ptr(ref)
-    element, phase = memref.element_type, phase.registers.item()
-    row = arith.minui(_row(), i32(rows - 1))
-    last, own = (
-        arith.shrui(arith.addi(phase, token), i32(3)) for token in (i32(tokens - 1), arith.divui(row, i32(group)))
-    )
-    start = arith.muli(arith.subi(last, own), i32(_EIGHT))
-    start = arith.addi(arith.muli(row, i32(memref.shape[-1])), start)
+    element, row = memref.element_type, arith.remui(utils.thread_idx(), i32(THREADS))
+    start = inline_steps.row_start(ref, phase, row, rows, group, tokens)
     splat = fragmented_array.FragmentedArray.splat(
         utils.c(0.0, element), (THREADS, width), fragmented_array.TMEM_NATIVE_LAYOUT
     )
@@ -60,10 +56,6 @@ def any_below_one(x: Any) -> Any:
     code = "{ .reg .pred p, q; setp.lt.f32 p, $1, 0f3f800000; vote.sync.any.pred q, p, -1; selp.s32 $0, 1, 0, q; }"
     word = llvm.inline_asm(ir.IntegerType.get_signless(32), [_scalar(x)], code, "=r,f", has_side_effects=True)
     return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
-
-
-def _row() -> Any:
-    return arith.remui(utils.thread_idx(), i32(THREADS))
 
 
 def _pairs(registers: Any) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -3,6 +3,7 @@
 A tile is 16 rows, one after the other. Constant offsets stand in the instructions: a thread keeps few addresses.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from inkling_pallas.kernels.inline import LANES, THREADS, i32, shared_address, warp_in_group
+from inkling_pallas.kernels.inline import LANES, THREADS, i32, lane_in_warp, shared_address, warp_in_group
 from inkling_pallas.kernels.shear_tiles import ROWS
 
 _EIGHT = 8  # rows and columns of a matrix that a warp loads or stores
@@ -23,8 +24,8 @@ def write_products(out: Any, proj: Any, queries: Any, offset: Any, *scalars: Any
     The warps share out the columns, 16 at a time.
     """
     width, element = _row_length(out), ir.MemRefType(out.type).element_type
-    lane, shifts = _lane(), [x.registers.item() for x in scalars[:tokens]]
-    halves = [arith.addi(_in_eight(lane), i32(_EIGHT * half)) for half in (0, 1)]
+    lane, shifts = lane_in_warp(), [x.registers.item() for x in scalars[:tokens]]
+    halves = [arith.addi(_held_row(lane), i32(_EIGHT * half)) for half in (0, 1)]
     ordinals = [_ordinal(offset, row, heads) for row in halves]
     taus = [_own(ordinal, [x.registers.item() for x in scalars[tokens:]]) for ordinal in ordinals]
     loaded = _load_four(_address(queries, _element_of_query(lane)), 0)
@@ -65,7 +66,7 @@ def _turn_row(out: Any, source: Any, row: Any, shift: Any) -> None:
     live, shift = arith.cmpi(arith.CmpIPredicate.sge, shift, i32(0)), arith.maxsi(shift, i32(0))
     odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(shift, i32(1)), i32(0))
     halves = arith.select(odd, i32(0x7610), i32(0x5432))
-    column = arith.muli(_lane(), i32(2))
+    column = arith.muli(lane_in_warp(), i32(2))
     distance = arith.subi(arith.addi(shift, i32(extent - 1)), column)
     source_row = _pointer(source, arith.muli(row, i32(extent)))
     target = _pointer(out, arith.addi(arith.muli(row, i32(width)), column))
@@ -93,20 +94,13 @@ def _turn_row(out: Any, source: Any, row: Any, shift: Any) -> None:
                 scf.yield_([])
 
 
-def _lane() -> Any:
-    return arith.remui(utils.thread_idx(), i32(LANES))
-
-
-def _in_eight(lane: Any) -> Any:
+def _held_row(lane: Any) -> Any:
     """Returns which row of a block of 8 rows a lane holds elements of."""
     return arith.shrui(lane, i32(2))
 
 
 def _row_length(ref: Any) -> int:
-    size = 1
-    for length in ir.MemRefType(ref.type).shape:
-        size *= length
-    return size // ROWS
+    return math.prod(ir.MemRefType(ref.type).shape) // ROWS
 
 
 def _ordinal(offset: Any, row: Any, heads: int) -> Any:

@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from inkling_pallas.kernels.inline import LANES, i32, pick, shared_address, warp_in_group
+from inkling_pallas.kernels.inline import i32, lane_in_warp, pick, shared_address, warp_in_group
 
 _EIGHT = 8
 
@@ -19,10 +19,10 @@ _EIGHT = 8
 def load_rows(ref: Any, phase: Any, *, rows: int, group: int, tokens: int, width: int) -> Any:
     """Returns [64, width] in the WGMMA layout; see `steps.load_rows`."""
     registers, layout, halves = _empty(ref, (64, width))
-    lane = _lane()
+    lane = lane_in_warp()
     upper, right = (arith.andi(arith.shrui(lane, i32(bit)), i32(1)) for bit in (3, 4))
     row = arith.addi(arith.muli(warp_in_group(), i32(16)), arith.addi(_in_eight(lane), arith.muli(upper, i32(_EIGHT))))
-    start = _row_start(ref, phase, row, rows, group, tokens)
+    start = row_start(ref, phase, row, rows, group, tokens)
     start = arith.addi(start, arith.muli(right, i32(_EIGHT)))
     places = {(index[1], index[halves]): index for index in np.ndindex(registers.shape)}
     for pair in range(0, width // _EIGHT, 2):
@@ -38,22 +38,18 @@ def load_columns(ref: Any, phase: Any, *, rows: int, group: int, tokens: int, sh
     # Block of 8 columns, and the keys of a warp's block in eights.
     blocks: list[Any] = sorted((index[1], 8 * index[0] + index[halves], index) for index in np.ndindex(registers.shape))
     together = 4 if len(blocks) % 4 == 0 else 2
-    lane = _lane()
+    lane = lane_in_warp()
     mine = arith.andi(arith.shrui(lane, i32(3)), i32(together - 1))
     for first in range(0, len(blocks), together):
         some = blocks[first : first + together]
         block, eight = (pick(mine, [entry[i] for entry in some]) for i in (0, 1))
         column = arith.addi(arith.muli(block, i32(_EIGHT)), _in_eight(lane))
         key = arith.addi(arith.muli(eight, i32(_EIGHT)), arith.muli(warp_in_group(), i32(16)))
-        start = arith.addi(_row_start(ref, phase, column, rows, group, tokens), key)
+        start = arith.addi(row_start(ref, phase, column, rows, group, tokens), key)
         loaded = _load_blocks(ref, start, together, transposed=True)
         for (_, _, index), register in zip(some, loaded, strict=True):
             registers[index] = register
     return _wrap(registers, layout)
-
-
-def _lane() -> Any:
-    return arith.remui(utils.thread_idx(), i32(LANES))
 
 
 def _in_eight(lane: Any) -> Any:
@@ -75,7 +71,7 @@ def _wrap(registers: Any, layout: Any) -> Any:
     return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _row_start(ref: Any, phase: Any, row: Any, rows: int, group: int, tokens: int) -> Any:
+def row_start(ref: Any, phase: Any, row: Any, rows: int, group: int, tokens: int) -> Any:
     """Returns where the keys of a tile start in a row of the block: a step of 8 for each start that comes later."""
     row = arith.minui(row, i32(rows - 1))
     phase = phase.registers.item()

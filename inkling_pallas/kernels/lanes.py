@@ -50,9 +50,7 @@ def load_rows(ref: Any, phase: jax.Array, width: int, *, interpret: bool) -> jax
     """
     if interpret:
         return steps.gather_rows(ref, phase, LANES, width)
-    tokens, group, _ = ref.shape
-    sizes = {"rows": tokens * group, "group": group, "tokens": tokens}
-    code = functools.partial(inline_lanes.load_rows, **sizes, width=width)
+    code = functools.partial(inline_lanes.load_rows, **steps.shape_of(ref), width=width)
     return call_inline(code, (PLAIN, SCALAR), ref, phase, result=result_type((LANES, width), ref.dtype, NATIVE))
 
 

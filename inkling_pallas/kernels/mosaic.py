@@ -49,11 +49,6 @@ def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=_SWIZZLE)
 
 
-def swizzled_rows(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Returns the SMEM type of a matrix operand with rows of 16 16-bit elements: tiles of 8 x 16, 32-byte swizzle."""
-    return plgpu.SMEM(shape, dtype, transforms=(_PLGPU.TilingTransform((8, 16)), _PLGPU.SwizzleTransform(32)))
-
-
 def kernel(body: Any, *, interpret: Any, auto_barriers: bool = True, **kwargs: Any) -> Any:
     """Returns `plgpu.kernel` with this package's compiler parameters.
 

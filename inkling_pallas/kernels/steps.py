@@ -30,7 +30,7 @@ def load_rows(ref: Any, phase: jax.Array, width: int, *, interpret: bool) -> jax
     """
     if interpret:
         return gather_rows(ref, phase, 64, width)
-    code = functools.partial(inline_steps.load_rows, **_shape_of(ref), width=width)
+    code = functools.partial(inline_steps.load_rows, **shape_of(ref), width=width)
     return call_inline(code, (PLAIN, SCALAR), ref, phase, result=result_type((64, width), ref.dtype, WGMMA))
 
 
@@ -45,11 +45,12 @@ def load_columns(ref: Any, phase: jax.Array, shape: tuple[int, int], *, interpre
     """
     if interpret:
         return gather_rows(ref, phase, shape[1], shape[0]).T
-    code = functools.partial(inline_steps.load_columns, **_shape_of(ref), shape=shape)
+    code = functools.partial(inline_steps.load_columns, **shape_of(ref), shape=shape)
     return call_inline(code, (PLAIN, SCALAR), ref, phase, result=result_type(shape, ref.dtype, WGMMA))
 
 
-def _shape_of(ref: Any) -> dict[str, int]:
+def shape_of(ref: Any) -> dict[str, int]:
+    """Returns the sizes of a block that inline code needs to find its rows."""
     tokens, group, _ = ref.shape
     return {"rows": tokens * group, "group": group, "tokens": tokens}
 

@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from inkling_pallas import sheared
-from inkling_pallas.kernels import listing, rows, schedule, shares, softmax, worklist
+from inkling_pallas.kernels import listing, rows, schedule, softmax, worklist
 from inkling_pallas.kernels.tiling import RowTiling, Tiling
 from inkling_pallas.problem import Lengths, Problem
 from inkling_pallas.reference import reference_rel_attention
@@ -150,16 +151,16 @@ def decode_shares(batch: Batch, *, num_ctas: int = 12, block_kv: int = 64) -> li
     """Returns how the decode kernel's CTAs share the tiles of a batch."""
     tiling = Tiling(problem=batch.problem(), block_kv=block_kv, num_stages=2, num_ctas=num_ctas)
     table = schedule.table_on_host(safe_sequences(tiling.problem, batch.lengths()), tiling)
-    line = shares.make_line(table, tiling)
-    found = []
-    for cta in range(num_ctas):
-        position, stop = (int(shares.share_start(line, cta + i)) for i in (0, 1))
-        while position < stop:
-            _, unit = schedule.unit_at(table, jnp.int32(position), tiling)
-            begin, end = int(unit.base), int(unit.base) + int(unit.tiles)
-            whole = position == begin and stop >= end
-            found.append(Share(cta, int(unit.sequence), int(unit.head), position, min(stop, end), whole))
-            position = min(stop, end)
+    found: list[Share] = []
+
+    def add(cta: int, piece: schedule.Piece) -> None:
+        begin, end, base = int(piece.begin), int(piece.end), int(piece.base)
+        whole = begin == 0 and end == piece.tiles
+        found.append(Share(cta, int(piece.sequence), int(piece.head), base + begin, base + end, whole))
+
+    with jax.disable_jit():
+        for cta in range(num_ctas):
+            schedule.for_each_piece(table, jnp.int32(cta), tiling, lambda _, __, piece, cta=cta: add(cta, piece))
     return found
 
 

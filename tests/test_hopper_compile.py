@@ -132,10 +132,19 @@ def test_refuses_what_does_not_fit_with_its_own_reason():
         hopper.Config(program="prefill", block_kv=128, num_stages=2, num_ctas=131, cluster_size=2)
 
 
+def test_two_ctas_share_an_sm_where_units_are_many_and_short():
+    many = make_problem(64, 16, batch=128, local=True)
+    assert hopper.choose_config(many).num_ctas == 264
+    others = {"batch_size": 32}, {"window_left": None}, {"head_dim": 256}, {"num_heads": 256}, {"num_splits": 3}
+    for facts in others:
+        assert hopper.choose_config(dataclasses.replace(many, **facts)).num_ctas == 132
+
+
 # Problem, most registers of the attention kernel, most bytes spilled.
 COMPILED = {
     "global": (make_problem(64, 8), 168, 0),
     "local": (make_problem(64, 16, local=True), 168, 0),
+    "local, two CTAs per SM": (make_problem(64, 16, batch=128, local=True), 128, 0),
     "several tokens, local": (make_problem(64, 16, q_len=4, local=True), 200, 0),
     "several tokens, global": (make_problem(64, 8, q_len=4), 255, 0),
     "16 tokens": (make_problem(64, 8, q_len=16), 255, 128),

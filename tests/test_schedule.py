@@ -162,7 +162,7 @@ def test_pieces_cover_every_unit_once_and_in_order(name, splits, ctas):
     counts = [sum(p.end - p.begin for p in mine) for mine in pieces if mine]
     if splits is None and counts:
         slack = max(p.tiles for mine in pieces for p in mine) - 1 if tiling.whole_units else 0
-        assert max(counts) <= -(-sum(counts) // ctas) + slack
+        assert max(counts) <= -(-(sum(counts) + tiling.unit_lead * len(expected)) // ctas) + slack
 
 
 def test_units_under_a_window_are_whole_where_no_cta_has_much_more_than_its_share():
@@ -177,6 +177,21 @@ def test_units_under_a_window_are_whole_where_no_cta_has_much_more_than_its_shar
     assert make_tiling(4, window=447, splits=1).whole_units
     assert not make_tiling(16, window=127, splits=2).whole_units
     assert not make_tiling(16).whole_units
+
+
+def test_units_that_a_cta_starts_count_like_a_tile_each():
+    tiling = make_tiling(32, ctas=7)
+    pieces = all_pieces(make_table(tiling, [1] * 32, [6400] + [64] * 31), tiling)
+    work = [sum(p.end - p.begin + (p.begin == 0) for p in mine) for mine in pieces]
+    assert max(work) - min(work) <= 1
+    assert (pieces[0][0].tiles, pieces[-1][0].tiles) == (100, 1)
+
+
+def test_whole_units_go_round_the_ctas():
+    tiling = make_tiling(16, window=127)
+    pieces = all_pieces(make_table(tiling, [1] * 16, [500] * 16), tiling)
+    units = [[2 * piece.sequence + piece.head for piece in mine] for mine in pieces]
+    assert units == [list(range(cta, 32, 7)) for cta in range(7)]
 
 
 @pytest.mark.parametrize("name", BATCHES)

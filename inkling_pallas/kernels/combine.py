@@ -67,7 +67,7 @@ def choose_shape(tiling: Tiling) -> Shape:
     Many rows a CTA, one row a CTA, or a quarter of a row with the pieces shared by four strands.
     """
     problem = tiling.problem
-    units = problem.batch_size * problem.num_kv_heads * tiling.token_blocks
+    units = tiling.most_units
     by_unit = units <= tiling.num_ctas
     merges = units if by_unit else tiling.num_ctas - 1
     pieces = tiling.num_ctas // units + 2  # of a unit, if all are of one length; others take several rounds
@@ -148,7 +148,7 @@ def _find_cut(lengths: Lengths, table_smem: Any, shape: Shape, tiling: Tiling) -
         span, unit = schedule.unit_at(table, position, tiling)
         first = index
         mine = (position > unit.base) & (shares.share_start(line, index) <= unit.base) & (position < line.length)
-    last = shares.share_of(line, unit.base + span.unit_length - 1)
+    last = shares.share_of(line, unit.base + unit.tiles - 1)
     mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
     return Cut(unit, first, last - first + 1, mine & (last > first))
 

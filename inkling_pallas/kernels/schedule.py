@@ -1,9 +1,10 @@
 """Which part of a batch a CTA works on: integer arithmetic from lengths to tiles, bands and CTAs.
 
 The rows of a sequence are cut into blocks of `token_block` tokens. A *unit* is one such block for one kv head: it
-walks the KV tiles that any of its rows sees. All units of all sequences, one after the other, form a *line* of tiles,
-and CTA c of `num_ctas` takes an equal, contiguous share of it. A *piece* is what a CTA has of one unit; a unit that
-is cut into several pieces needs the combine kernel.
+walks the KV tiles that any of its rows sees. All units of all sequences, one after the other, form a *line*: of each
+unit first a lead, which stands for what starting and ending it costs, then its tiles. CTA c of `num_ctas` takes an
+equal, contiguous share of the line. A *piece* is what a CTA has of one unit; a unit that is cut into several pieces
+needs the combine kernel. Where no unit may be cut, the line is one of units, and CTAs take turns.
 
 Everything here is plain arithmetic on int32 scalars or arrays, on a device or on the host.
 """
@@ -50,7 +51,7 @@ class Piece(NamedTuple):
     begin: jax.Array  # tiles of this piece, counted from the unit's first
     end: jax.Array
     tiles: jax.Array  # of the unit
-    base: jax.Array  # where the unit begins on the line
+    base: jax.Array  # where the unit's tiles begin on the line
 
 
 def tile_range(
@@ -87,7 +88,7 @@ def line_length(sequence: Sequences, tiling: Tiling) -> tuple[Sequences, jax.Arr
     window_left = tiling.problem.window_left
     _, tiles = tile_range(kept.kv_len, kept.q_len, kept.first_pos, block_kv=tiling.block_kv, window_left=window_left)
     blocks = lax.div(kept.q_len + (tiling.token_block - 1), tiling.token_block)
-    return kept, blocks if tiling.whole_units else blocks * tiles
+    return kept, blocks if tiling.whole_units else blocks * (tiles + tiling.unit_lead)
 
 
 def fill_table(lengths: Lengths, table_smem: Any, tiling: Tiling) -> Table:
@@ -120,7 +121,7 @@ def sequence_at(table: Table, sequence: jax.Array, tiling: Tiling) -> Span:
         tiles=tiles,
         blocks=lax.div(q_len + (block - 1), block),
         base=table.work_before(sequence) * problem.num_kv_heads,
-        unit_length=jnp.ones_like(tiles) if tiling.whole_units else tiles,
+        unit_length=jnp.ones_like(tiles) if tiling.whole_units else tiles + tiling.unit_lead,
     )
 
 
@@ -144,7 +145,7 @@ def unit_of(span: Span, unit: jax.Array, tiling: Tiling) -> Piece:
         begin=jnp.zeros_like(unit),
         end=span.tiles,
         tiles=span.tiles,
-        base=span.base + unit * span.unit_length,
+        base=span.base + unit * span.unit_length + tiling.unit_lead,
     )
 
 
@@ -159,28 +160,49 @@ def for_each_piece(
 ) -> jax.Array:
     """Calls body(pieces before, tiles before, piece) for each piece of a CTA and returns the number of tiles."""
     line = shares.make_line(table, tiling)
+    if tiling.whole_units:
+        return _for_each_unit(table, line.length, cta, tiling, body)
     start, stop = shares.share_start(line, cta), shares.share_start(line, cta + 1)
+    reached = stop - tiling.unit_lead  # Of a unit whose lead alone is in the share the tiles are the next CTA's.
 
     def visit(unit: jax.Array, carry: tuple[jax.Array, jax.Array], span: Span) -> tuple[jax.Array, jax.Array]:
         index, done = carry
         piece = unit_of(span, unit, tiling)
-        if not tiling.whole_units:
-            piece = piece._replace(
-                begin=jnp.maximum(start - piece.base, 0), end=jnp.minimum(stop - piece.base, span.tiles)
-            )
+        piece = piece._replace(begin=jnp.maximum(start - piece.base, 0), end=jnp.minimum(stop - piece.base, span.tiles))
         body(index, done, piece)
         return index + 1, done + piece.end - piece.begin
 
     def visit_units(sequence: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         span = sequence_at(table, sequence, tiling)
-        end = jnp.minimum(stop - span.base, span.blocks * tiling.problem.num_kv_heads * span.unit_length)
+        end = jnp.minimum(reached - span.base, span.blocks * tiling.problem.num_kv_heads * span.unit_length)
         first = lax.div(jnp.maximum(start - span.base, 0), span.unit_length)
         last = lax.div(end + (span.unit_length - 1), span.unit_length)
         return lax.fori_loop(first, last, lambda unit, carry: visit(unit, carry, span), carry)
 
     first = find_sequence(table, start, tiling)
-    last = jnp.where(stop > start, find_sequence(table, stop - 1, tiling), first - 1)
+    last = jnp.where(stop > start, find_sequence(table, reached - 1, tiling), first - 1)
     return lax.fori_loop(first, last + 1, visit_units, (jnp.int32(0), jnp.int32(0)))[1]
+
+
+def _for_each_unit(
+    table: Table,
+    units: jax.Array,
+    cta: jax.Array,
+    tiling: Tiling,
+    body: Callable[[jax.Array, jax.Array, Piece], None],
+) -> jax.Array:
+    """Does what `for_each_piece` does where no unit is cut: of `units` units a CTA has every num_ctas-th.
+
+    What runs at the same time are then neighbours, heads of the same keys, which lie side by side in memory.
+    """
+
+    def visit(index: jax.Array, done: jax.Array) -> jax.Array:
+        _, unit = unit_at(table, cta + index * tiling.num_ctas, tiling)
+        body(index, done, unit)
+        return done + unit.tiles
+
+    mine = lax.div(jnp.maximum(units - cta + (tiling.num_ctas - 1), 0), tiling.num_ctas)
+    return lax.fori_loop(0, mine, visit, jnp.int32(0))
 
 
 def slot_of(cta: Any, piece_ends_unit: Any) -> jax.Array:

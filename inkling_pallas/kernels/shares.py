@@ -11,9 +11,9 @@ from inkling_pallas.kernels.tiling import Tiling
 
 
 class Line(NamedTuple):
-    """The line of work and the CTAs that share it: each has `size` tiles, the first `longer` of them one more."""
+    """The line of work and the CTAs that share it: each has `size` positions, the first `longer` of them one more."""
 
-    length: jax.Array  # tiles
+    length: jax.Array
     shares: jax.Array
     size: jax.Array
     longer: jax.Array
@@ -32,7 +32,7 @@ def make_line(table: Table, tiling: Tiling) -> Line:
 
 
 def share_line(length: jax.Array, shares: Any) -> Line:
-    """Returns the line cut into equal shares, or into single tiles if there are fewer tiles than shares.
+    """Returns the line cut into equal shares, or into single positions if there are fewer of them than shares.
 
     A static number of shares is worth it: a division by a traced one delays the first copy of the kernel.
     """

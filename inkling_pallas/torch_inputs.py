@@ -88,19 +88,23 @@ def _expected_row(torch: Any, case: Case, inputs: Inputs, b: int, index: int, ro
     return torch.einsum("hk,khd->hd", weights, values)
 
 
-def time_sets(torch: Any, case: Case, make: Callable[[Inputs], Callable[[], Any]]) -> dict[str, Any]:
+def time_sets(
+    torch: Any, case: Case, make: Callable[[Inputs], Callable[[], Any]], with_bias: bool = True
+) -> dict[str, Any]:
     """Returns a peer's time on a case, cold, and its error; each set of inputs is a CUDA graph of one call.
 
     Args:
       torch: the module.
       case: the workload.
       make: returns the call of a set of inputs, whose result is [num_tokens, num_heads, head_dim].
+      with_bias: whether the result has the bias in it.
     """
     room = int(_MEMORY_SHARE * torch.cuda.mem_get_info()[0] / input_bytes(case))
     sets = max(1, min(16, room, 1 + math.ceil(_COLD_BYTES / cost(case).num_bytes)))
     inputs = [make_inputs(torch, case, seed, "cuda") for seed in range(sets)]
     calls = [make(one) for one in inputs]
-    error = row_error(torch, case, inputs[0], calls[0]())
+    judged = inputs[0] if with_bias else dataclasses.replace(inputs[0], rel_logits=0 * inputs[0].rel_logits)
+    error = row_error(torch, case, judged, calls[0]())
     if not error <= ROW_LIMIT:
         return {"reason": f"row error {error:.3g} is over the limit {ROW_LIMIT:.3g}"}
     graphs = [_capture(torch, call) for call in calls]

@@ -1,7 +1,8 @@
 """Peers of the benchmark that need torch: `python -m inkling_pallas.torch_peers PEER`, in a process of its own.
 
 It reads names of workloads, a line each, and answers each with a line of JSON: the times in microseconds, or `reason`.
-Both peers give an attention library the operator's formula as a function of one score, as serving stacks do.
+They give an attention library the operator's formula as a function of one score, as serving stacks do; `fa4_nobias`
+leaves it out.
 """
 
 import importlib
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from inkling_pallas.cases import Case
+from inkling_pallas.goals import NO_BIAS
 from inkling_pallas.torch_inputs import Inputs, contiguous, time_sets
 from inkling_pallas.workloads import WORKLOADS
 
@@ -63,9 +65,18 @@ def flex_rel(torch: Any, case: Case, compiled: bool = True) -> _Make:
 
 
 def fa4_rel(torch: Any, case: Case) -> _Make:
-    """Returns FlashAttention-4 over the paged cache with the bias as score_mod. Not yet run on a card."""
-    library = importlib.import_module("flash_attn.cute.interface")
+    """Returns FlashAttention-4 over the paged cache with the bias as score_mod."""
     add_bias = importlib.import_module("inkling_pallas.fa4_score_mod").make_score_mod(case.rel_extent)
+    return _fa4(torch, case, lambda inputs: {"score_mod": add_bias, "aux_tensors": [inputs.rel_logits]})
+
+
+def fa4_nobias(torch: Any, case: Case) -> _Make:
+    """Returns FlashAttention-4 over the paged cache without the bias."""
+    return _fa4(torch, case, lambda inputs: {})
+
+
+def _fa4(torch: Any, case: Case, bias: Callable[[Inputs], dict[str, Any]]) -> _Make:
+    library = importlib.import_module("flash_attn.cute.interface")
     left = case.window_size[0]
 
     def make(inputs: Inputs) -> Callable[[], Any]:
@@ -86,8 +97,7 @@ def fa4_rel(torch: Any, case: Case) -> _Make:
                 softmax_scale=1 / case.head_dim,
                 causal=True,
                 window_size=(left, 0) if left >= 0 else (None, None),
-                score_mod=add_bias,
-                aux_tensors=[inputs.rel_logits],
+                **bias(inputs),
             )
             return result[0] if isinstance(result, tuple) else result
 
@@ -96,7 +106,9 @@ def fa4_rel(torch: Any, case: Case) -> _Make:
     return make
 
 
-TORCH_PEERS: Mapping[str, Callable[[Any, Case], _Make]] = MappingProxyType({"flex_rel": flex_rel, "fa4_rel": fa4_rel})
+TORCH_PEERS: Mapping[str, Callable[[Any, Case], _Make]] = MappingProxyType(
+    {"flex_rel": flex_rel, "fa4_rel": fa4_rel, "fa4_nobias": fa4_nobias}
+)
 
 
 def answer(name: str, case: Case) -> dict[str, Any]:
@@ -107,7 +119,7 @@ def answer(name: str, case: Case) -> dict[str, Any]:
             return {"reason": "torch sees no GPU"}
         importlib.import_module("torch._dynamo").reset()
         with torch.inference_mode():
-            return time_sets(torch, case, TORCH_PEERS[name](torch, case))
+            return time_sets(torch, case, TORCH_PEERS[name](torch, case), with_bias=not name.endswith(NO_BIAS))
     except Exception as error:  # whatever a library raises is the answer
         lines = str(error).strip().splitlines() or [""]
         return {"reason": f"{type(error).__name__}: {lines[0][:300]}"}

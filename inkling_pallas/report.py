@@ -20,6 +20,7 @@ _ALTERNATIVES = {
     "peers-decode": "peers at decode",
     "peers-prefill": "peers at prefill",
     "peers-mixed": "peers at mixed batches",
+    "peers-local": "peers in local layers, some with the bias",
 }
 
 
@@ -62,7 +63,7 @@ def figures(results: Mapping[str, Results]) -> dict[str, Callable[[plots.Theme],
     if skew_pairs(all_cases(results)):
         drawn["skew"] = lambda theme: plots.plot_skew(results, theme)
     drawn["roofline"] = lambda theme: plots.plot_roofline(results, theme)
-    for suite in _SUITES:
+    for suite in (*_SUITES, "local"):
         if suite in results and any(case["peers"] for case in results[suite]["cases"]):
             drawn[f"peers-{suite}"] = lambda theme, suite=suite: plots.plot_peers(results[suite], theme)
     return drawn

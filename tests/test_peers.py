@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import time
+import types
 import warnings
 
 import jax
@@ -119,6 +120,30 @@ def test_without_a_card_no_worker_is_started():
 def test_a_peer_without_torch_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert torch_peers.answer("flex_rel", DECODE)["reason"].startswith("ModuleNotFoundError")
+
+
+def test_torch_calls_are_timed_in_turn_under_load_and_without_waiting_between_them(monkeypatch):
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def elapsed_time(self, after):
+            return 0.002
+
+    monkeypatch.setattr(torch_inputs, "_WARM_SECONDS", 0.01)
+    cuda = types.SimpleNamespace(Event=Event, synchronize=lambda: log.append("wait"))
+    graphs = [types.SimpleNamespace(replay=lambda name=name: log.append(name)) for name in "ab"]
+    times = torch_inputs.time_graphs(types.SimpleNamespace(cuda=cuda), graphs, lambda: log.append("flush"))
+    assert times == [2.0] * 20
+    warm, timed = log[: -20 * 4 - 1], log[-20 * 4 - 1 : -1]
+    assert warm.count("wait") == warm.count("flush") >= 2
+    assert [set(timed[i::4]) for i in range(4)] == [{"flush"}, {"event"}, {"a", "b"}, {"event"}]
+    assert log[-1] == "wait"
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (20, 0)], ids=["global", "window"])

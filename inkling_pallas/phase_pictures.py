@@ -125,7 +125,7 @@ def plot_sheared(rel_logits: np.ndarray, *, first_pos: int, block_kv: int = 64) 
 
 
 def plot_shares(batch: data.Batch, *, num_ctas: int = 12, block_kv: int = 64) -> Any:
-    """Returns a Figure of the line of KV tiles of a decode batch and its equal shares.
+    """Returns a Figure of the line of KV tiles of a decode batch, with a gap where a unit starts, and its equal shares.
 
     Args:
       batch: lengths, window and extent.
@@ -146,7 +146,7 @@ def plot_shares(batch: data.Batch, *, num_ctas: int = 12, block_kv: int = 64) ->
         for begin in sorted({min(s.begin for s in shares if key == (s.sequence, s.head)) for key in _units(shares)}):
             axes.axvline(begin, color=_GREY, lw=0.9, ls=":")
         axes.set_yticks(range(num_ctas))
-        axes.set(xlabel="tile on the line: one sequence and kv head after the other (dotted)", ylabel="CTA")
+        axes.set(xlabel="position on the line: one sequence and kv head after the other (dotted)", ylabel="CTA")
         axes.set_title("Equal shares; hatched: a part of a unit, for the combine kernel to merge")
         axes.invert_yaxis()
         named = {f"sequence {b}: {n:,} keys": _SEQUENCES[b % len(_SEQUENCES)] for b, n in enumerate(batch.kv_lens[:8])}

@@ -137,10 +137,14 @@ def test_a_sheared_row_holds_the_bias_of_each_key(first_pos):
 def test_shares_cut_the_line_into_equal_parts():
     batch = phase_data.Batch(q_lens=(1, 1, 1), kv_lens=(1500, 200, 90))
     shares = phase_data.decode_shares(batch, num_ctas=12)
-    assert [share.begin for share in shares[1:]] == [share.end for share in shares[:-1]]
-    assert shares[-1].end == 2 * (24 + 4 + 2)
-    sizes = [sum(s.end - s.begin for s in shares if s.cta == cta) for cta in range(12)]
-    assert max(sizes) - min(sizes) <= 1
+    unit = [(share.sequence, share.head) for share in shares]
+    starts = [before != after for before, after in zip([None, *unit], unit, strict=False)]  # of units, a position each
+    ends = [0, *(share.end for share in shares)]
+    assert [share.begin for share in shares] == [end + start for end, start in zip(ends, starts, strict=False)]
+    assert shares[-1].end == 2 * (25 + 5 + 3)
+    for cta in range(12):  # A start may be in the share before that of its tiles.
+        mine = [(s.end - s.begin, start) for s, start in zip(shares, starts, strict=True) if s.cta == cta]
+        assert 5 <= sum(tiles + start for tiles, start in mine) + 1 - mine[0][1] <= 7
     assert [share.whole for share in shares][-2:] == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""The bias as a function of one score for FlashAttention-4, in its CuTe DSL. Written from its sources, not yet run."""
+"""The bias as a function of one score for FlashAttention-4, in its CuTe DSL."""
 
 import importlib
 from typing import Any

@@ -1,7 +1,7 @@
 """What the benchmark should show: for named workloads, how near to the floor, to a library without bias, to a sibling.
 
-A ratio to libraries is taken to the best JAX one of the same run that leaves the bias out, and where the best known one
-is none, FlashAttention-4, to its published time: beside ours it runs in a process of its own, by a clock of its own.
+A ratio to libraries is taken to the best JAX one of the same run that leaves the bias out. Where FlashAttention-4 is
+the best one known, a ratio to its published time stands beside it: here it runs in a process of its own, by its clock.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _FLOOR = {
 # Ratio to the best library without bias, at most; where nothing was faster, the microseconds of flash-attn-4 4.0.0b36
 # without score_mod (NVIDIA H200, 2026-11-29).
 _NO_BIAS: Mapping[str, tuple[float, float | None]] = {
-    "pre_g_2k": (1.20, 136.6), "pre_l16_2k": (1.20, None), "pre_g_8k": (1.10, None), "pre_l16_8k": (1.22, None),
+    "pre_g_2k": (1.20, 136.6), "pre_l16_2k": (1.20, None), "pre_g_8k": (1.10, 1799.0), "pre_l16_8k": (1.22, None),
     "pre_g_32k": (1.07, 26490.0), "pre_l16_32k": (1.20, None), "chunk_g_2k_on_30000": (1.08, 3224.0),
     "chunk_l16_2k_on_30000": (1.20, 103.4), "var8_g": (1.10, 1026.0), "var8_l16": (1.15, 521.8),
     "pre_tp8_g_8k": (1.12, 218.5), "pre_tp8_l_8k": (1.25, 51.1), "mix_g_31dec8k_1x2k": (1.00, 1063.0),

@@ -83,7 +83,7 @@ def plot_skew(results: Mapping[str, data.Results], theme: Theme = LIGHT) -> Any:
     Raises:
       ImportError: without matplotlib.
     """
-    pairs = data.skew_pairs(data.all_cases(results))
+    pairs = data.skew_pairs(results)
     with _themed(theme, 6.5, 1.3 + 0.75 * max(1, len(pairs))) as figure:
         axes = figure.add_subplot()
         for place, pair in enumerate(pairs):

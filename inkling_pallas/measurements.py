@@ -92,10 +92,11 @@ def layer_of(case: Case) -> str:
 SKEWED: Mapping[str, str] = {"skew_g": "even32_g", "skew_l": "short32_l", "var8_g": "even8_g"}
 
 
-def skew_pairs(cases: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Returns (skewed, equal lengths) where both were timed."""
-    by_name = {case["name"]: case for case in cases}
-    return [(by_name[a], by_name[b]) for a, b in SKEWED.items() if a in by_name and b in by_name]
+def skew_pairs(results: Mapping[str, Results]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Returns (skewed, equal lengths) where both were timed in one run."""
+    runs = [{case["name"]: case for case in all_cases({suite: one})} for suite, one in results.items()]
+    pairs = {a: next(((run[a], run[b]) for run in runs if a in run and b in run), None) for a, b in SKEWED.items()}
+    return [pair for pair in pairs.values() if pair is not None]
 
 
 def provenance(results: Results) -> str:

@@ -137,7 +137,7 @@ def shear_table(rel_logits: np.ndarray, *, first_pos: int) -> Sheared:
 
 
 class Share(NamedTuple):
-    """What one CTA has of one unit, as [begin, end) on the line of tiles."""
+    """What one CTA has of one unit, as [begin, end) on the line of work."""
 
     cta: int
     sequence: int

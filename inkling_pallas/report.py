@@ -9,7 +9,7 @@ from typing import Any
 
 from inkling_pallas import measurement_plots as plots
 from inkling_pallas.errors import refuse
-from inkling_pallas.measurements import Results, all_cases, load_results, markdown_table, provenance, skew_pairs
+from inkling_pallas.measurements import Results, load_results, markdown_table, provenance, skew_pairs
 
 _BEGIN, _END = "<!-- results: written by `python -m inkling_pallas report` -->", "<!-- end of results -->"
 _SUITES = {"decode": "Decode", "prefill": "Prefill", "mixed": "Mixed batches"}
@@ -60,7 +60,7 @@ def write_report(folder: Path, readme: Path, plot_folder: Path) -> None:
 def figures(results: Mapping[str, Results]) -> dict[str, Callable[[plots.Theme], Any]]:
     """Returns what draws each plot for which there are results, by its file's name."""
     drawn: dict[str, Callable[[plots.Theme], Any]] = {"costs": lambda theme: plots.plot_costs(results, theme)}
-    if skew_pairs(all_cases(results)):
+    if skew_pairs(results):
         drawn["skew"] = lambda theme: plots.plot_skew(results, theme)
     drawn["roofline"] = lambda theme: plots.plot_roofline(results, theme)
     for suite in (*_SUITES, "local"):

@@ -125,8 +125,9 @@ def test_refuses_more_sequences_than_shared_memory_holds(q_len):
 
 
 def test_refuses_what_does_not_fit_with_its_own_reason():
-    long = make_problem(128, 16, batch=2048, q_len=32, block_size=128, max_blocks=2**13)
-    assert "must make fewer than 2**31 tiles" in str(hopper.unsupported(long))
+    long = make_problem(128, 16, batch=1024, q_len=32, block_size=128, max_blocks=2**13)
+    assert hopper.unsupported(dataclasses.replace(long, batch_size=1023)) is None
+    assert "must make fewer than 2**30 tiles" in str(hopper.unsupported(long))
     assert "num_heads / num_kv_heads must be at most 16" in str(hopper.unsupported(make_problem(128, 1)))
     with pytest.raises(ValueError, match="num_ctas must be a multiple of cluster_size = 2, at least that; got 131"):
         hopper.Config(program="prefill", block_kv=128, num_stages=2, num_ctas=131, cluster_size=2)

@@ -185,6 +185,7 @@ def test_units_that_a_cta_starts_count_like_a_tile_each():
     work = [sum(p.end - p.begin + (p.begin == 0) for p in mine) for mine in pieces]
     assert max(work) - min(work) <= 1
     assert (pieces[0][0].tiles, pieces[-1][0].tiles) == (100, 1)
+    assert make_tiling(1, ctas=11).unit_lead == 0  # 32 tiles: a CTA would have one more of three
 
 
 def test_whole_units_go_round_the_ctas():

@@ -24,7 +24,7 @@ _MAX_ROWS = 64  # packed query rows of a sequence per kv head up to which keys a
 class Config:
     """Tuning choices: keys of a tile, tiles in flight, bias blocks in flight, CTAs (one per SM), and what they walk.
 
-    With `splits` CTAs take equal shares of all keys, else whole tiles of query rows.
+    With `splits` CTAs take equal shares of all keys, or whole units in turn, else whole tiles of query rows.
     """
 
     block_kv: int = 64
@@ -43,7 +43,7 @@ def tiling_of(problem: Problem, config: Config, interpret: bool = False) -> Tens
 def unsupported(problem: Problem) -> str | None:
     """Returns why this backend does not take a problem, or None if it does."""
     p, portable = problem, 'Use backend="portable".'
-    tiles = tiling_of(p, Config(splits=True)).most_tiles if _has_few_rows(p) else 0
+    tiles = tiling_of(p, Config(splits=True)).most_positions if _has_few_rows(p) else 0
     rules: list[tuple[bool, str]] = [
         (p.causal, "causal must be True on Blackwell; got False."),
         (p.dtype in ("bfloat16", "float16"), f"q must have dtype bfloat16 or float16 on Blackwell; got {p.dtype}."),
@@ -52,7 +52,7 @@ def unsupported(problem: Problem) -> str | None:
         (p.block_size % 8 == 0, f"block_size must be a multiple of 8 on Blackwell; got {p.block_size}."),
         (
             tiles < LINE_LIMIT,
-            f"the rows and keys of a batch must make fewer than 2**31 tiles on Blackwell; got {tiles}.",
+            f"the rows and keys of a batch must make fewer than 2**30 tiles on Blackwell; got {tiles}.",
         ),
         (not p.is_empty, "the batch and the cache must not be empty on Blackwell; got an empty shape."),
     ]

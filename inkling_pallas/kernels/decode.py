@@ -1,7 +1,7 @@
 """Attention for few query rows per sequence on sm_90: a split-KV kernel at the speed of memory, and its combine.
 
 Keys are the rows of the matrix products (S^T = K Q^T, O^T = V^T P^T), so that query rows, few as they are, fill
-columns in steps of 8. One CTA per SM takes an equal share of all KV tiles (`schedule`). Its first warpgroup computes,
+columns in steps of 8. CTAs take equal shares of all KV tiles (`schedule`). The first warpgroup of each computes,
 the warps of its second copy; `buffers` holds their protocol.
 """
 

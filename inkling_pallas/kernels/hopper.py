@@ -11,7 +11,7 @@ from inkling_pallas.kernels.hopper_configs import (
     candidates,
     few_rows_of,
     has_many_rows,
-    most_tiles,
+    most_positions,
     row_tiling_of,
     tiling_of,
 )
@@ -37,8 +37,8 @@ def unsupported(problem: Problem) -> str | None:
             f"head_dim must be 64 or 128 for max_seqlen_q = {p.max_seqlen_q} on Hopper; got {p.head_dim}.",
         ),
         (
-            most_tiles(p) < LINE_LIMIT,
-            f"the rows and keys of a batch must make fewer than 2**31 tiles on Hopper; got {most_tiles(p)}.",
+            most_positions(p) < LINE_LIMIT,
+            f"the rows and keys of a batch must make fewer than 2**30 tiles on Hopper; got {most_positions(p)}.",
         ),
         (not p.is_empty, "the batch and the cache must not be empty on Hopper; got an empty shape."),
     ]

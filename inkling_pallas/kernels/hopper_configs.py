@@ -90,8 +90,8 @@ def candidates(problem: Problem) -> list[Config]:
 
     Large copies are better, but not where large tiles leave CTAs without one, or many columns fill the registers
     with scores. With the keys of three large tiles in flight those of a CTA's first come late and its last ones all at
-    once: two took 0.7 us less whatever the length (NVIDIA H200, jax 0.11.2, 2026-11-30: 8,192 keys 14.6 -> 14.1, 8
-    times as many 66.9 -> 66.2).
+    once: two took 0.5 to 0.75 us less, whatever there was to read (NVIDIA H200, jax 0.11.2, 2026-11-30: 8,192 keys
+    14.6 -> 14.1, 8 sequences of them 66.9 -> 66.2).
     """
     if has_many_rows(problem):
         return _prefill_candidates(problem)
@@ -156,7 +156,7 @@ def _prefill_candidates(problem: Problem) -> list[Config]:
     return [config for config in configs if prefill_launch.fits(row_tiling_of(problem, config))]
 
 
-def most_tiles(problem: Problem) -> int:
-    """Returns how long the decode kernel's line of work can be at most, in tiles of 64 keys."""
+def most_positions(problem: Problem) -> int:
+    """Returns how long the decode kernel's line of work can be at most, of tiles of 64 keys."""
     few = few_rows_of(problem) if has_many_rows(problem) else problem
-    return tiling_of(few, Config(block_kv=64, num_stages=2)).most_tiles
+    return tiling_of(few, Config(block_kv=64, num_stages=2)).most_positions

@@ -163,7 +163,7 @@ def for_each_piece(
     if tiling.whole_units:
         return _for_each_unit(table, line.length, cta, tiling, body)
     start, stop = shares.share_start(line, cta), shares.share_start(line, cta + 1)
-    reached = stop - tiling.unit_lead  # Of a unit whose lead alone is in the share the tiles are the next CTA's.
+    reached = stop - tiling.unit_lead  # Where a share ends right after a unit's lead, its tiles are the next CTA's.
 
     def visit(unit: jax.Array, carry: tuple[jax.Array, jax.Array], span: Span) -> tuple[jax.Array, jax.Array]:
         index, done = carry

@@ -13,7 +13,8 @@ from inkling_pallas.problem import Problem
 # units 11.4 us cut and 10.4 whole (at most 264 keys more than an equal share), 16 units 7.7 and 8.7 (450 keys more).
 _MERGE_KEYS = 320
 MAX_COLUMNS = 64  # query rows of a unit, which are the columns of a score tile
-LINE_LIMIT = 2**31  # tiles of a line of work, counted in int32
+_FEW_TILES = 3  # of a CTA, which would wait long for one more
+LINE_LIMIT = 2**30  # positions on a line of work: sums of two are int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,19 +106,25 @@ class Tiling:
     def unit_lead(self) -> int:
         """Positions on the line before the tiles of a unit, for what starting and ending one costs.
 
-        Without it those CTAs end last that have many short units: one sequence of 262,144 keys among 31 of 1,024 took
+        Without it the CTAs with many short units end last: one sequence of 262,144 keys among 31 of 1,024 took
         288.6 us, with one position 281.0, with two 283.2 (NVIDIA H200, jax 0.11.2, 2026-11-30).
         """
-        return 0 if self.whole_units else 1
+        return 0 if self.whole_units or self.most_tiles < _FEW_TILES * self.num_ctas else 1
 
     @property
     def most_tiles(self) -> int:
-        """How long the static facts allow the line of work to be, in tiles."""
+        """KV tiles that the static facts allow a batch, its windows aligned with tiles."""
         problem = self.problem
         keys = problem.max_kv_len
         if problem.window_left is not None:
             keys = min(keys, problem.window_left + problem.max_seqlen_q)
-        return self.most_units * (-(-keys // self.block_kv) + self.unit_lead)
+        return self.most_units * -(-keys // self.block_kv)
+
+    @property
+    def most_positions(self) -> int:
+        """How long the static facts allow the line of work to be, windows wherever they may begin in a tile."""
+        per_unit = self.unit_lead + (self.problem.window_left is not None)
+        return self.most_tiles + self.most_units * per_unit
 
     @property
     def slots(self) -> int:

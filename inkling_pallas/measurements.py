@@ -95,8 +95,8 @@ SKEWED: Mapping[str, str] = {"skew_g": "even32_g", "skew_l": "short32_l", "var8_
 def skew_pairs(results: Mapping[str, Results]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Returns (skewed, equal lengths) where both were timed in one run."""
     runs = [{case["name"]: case for case in all_cases({suite: one})} for suite, one in results.items()]
-    pairs = {a: next(((run[a], run[b]) for run in runs if a in run and b in run), None) for a, b in SKEWED.items()}
-    return [pair for pair in pairs.values() if pair is not None]
+    pairs = (next(((run[a], run[b]) for run in runs if a in run and b in run), None) for a, b in SKEWED.items())
+    return [pair for pair in pairs if pair is not None]
 
 
 def provenance(results: Results) -> str:

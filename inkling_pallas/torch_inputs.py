@@ -106,7 +106,9 @@ def time_sets(
     sets = max(1, min(16, room, 1 + math.ceil(_COLD_BYTES / cost(case).num_bytes)))
     inputs = [make_inputs(torch, case, seed, "cuda") for seed in range(sets)]
     calls = [make(one) for one in inputs]
-    judged = inputs[0] if with_bias else dataclasses.replace(inputs[0], rel_logits=0 * inputs[0].rel_logits)
+    judged = (
+        inputs[0] if with_bias else dataclasses.replace(inputs[0], rel_logits=torch.zeros_like(inputs[0].rel_logits))
+    )
     error = row_error(torch, case, judged, calls[0]())
     if not error <= ROW_LIMIT:
         return {"reason": f"row error {error:.3g} is over the limit {ROW_LIMIT:.3g}"}

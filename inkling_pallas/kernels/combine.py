@@ -85,6 +85,12 @@ def choose_shape(tiling: Tiling) -> Shape:
     )
 
 
+def part_types(tiling: Tiling) -> list[jax.ShapeDtypeStruct]:
+    """Returns the types of the partial results that the attention kernel leaves, `part_out` and `part_lse`."""
+    parts, head_dim = tiling.slots * tiling.rows, tiling.problem.head_dim
+    return [jax.ShapeDtypeStruct((parts, width), jnp.float32) for width in (head_dim, 1)]
+
+
 def merge_pieces(
     part_out: jax.Array,
     part_lse: jax.Array,

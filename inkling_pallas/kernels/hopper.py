@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from inkling_pallas.kernels import buffers, combine, decode, gmem, listing, mosaic, prefill_launch
 from inkling_pallas.kernels.hopper_configs import (
@@ -107,7 +106,6 @@ def _attend_pieces(
     operands: Operands, lengths: Lengths, initial: tuple[jax.Array, ...], tiling: Tiling, interpret: Any
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Launches the first kernel; returns its partial results and the outputs."""
-    parts = tiling.slots * tiling.rows
     arrays, structure = jax.tree.flatten(gmem.of_operands(operands, lengths, tiling))
     refs = [jax.new_ref(x) for x in initial]
 
@@ -119,10 +117,7 @@ def _attend_pieces(
     part_out, part_lse = mosaic.kernel(
         attend_pieces,
         interpret=interpret,
-        out_type=[
-            jax.ShapeDtypeStruct((parts, tiling.problem.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((parts, 1), jnp.float32),
-        ],
+        out_type=combine.part_types(tiling),
         grid=(tiling.num_ctas,),
         grid_names=("cta",),
         num_threads=2,

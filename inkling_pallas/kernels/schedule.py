@@ -88,7 +88,12 @@ def line_length(sequence: Sequences, tiling: Tiling) -> tuple[Sequences, jax.Arr
     window_left = tiling.problem.window_left
     _, tiles = tile_range(kept.kv_len, kept.q_len, kept.first_pos, block_kv=tiling.block_kv, window_left=window_left)
     blocks = lax.div(kept.q_len + (tiling.token_block - 1), tiling.token_block)
-    return kept, blocks if tiling.whole_units else blocks * (tiles + tiling.unit_lead)
+    return kept, blocks * _unit_length(tiles, tiling)
+
+
+def _unit_length(tiles: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns how long a unit of so many tiles is on the line."""
+    return jnp.ones_like(tiles) if tiling.whole_units else tiles + tiling.unit_lead
 
 
 def fill_table(lengths: Lengths, table_smem: Any, tiling: Tiling) -> Table:
@@ -121,7 +126,7 @@ def sequence_at(table: Table, sequence: jax.Array, tiling: Tiling) -> Span:
         tiles=tiles,
         blocks=lax.div(q_len + (block - 1), block),
         base=table.work_before(sequence) * problem.num_kv_heads,
-        unit_length=jnp.ones_like(tiles) if tiling.whole_units else tiles + tiling.unit_lead,
+        unit_length=_unit_length(tiles, tiling),
     )
 
 

@@ -9,7 +9,6 @@ Interpreted and assembled, never run on a card.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -68,7 +67,7 @@ def attend(
         attend_tiles,
         interpret=interpret,
         auto_barriers=False,
-        out_type=_part_types(tiling),
+        out_type=combine.part_types(tiling) if tiling.splits and not tiling.whole_units else (),
         grid=(tiling.num_ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS + 2,
@@ -83,13 +82,6 @@ def attend(
         return results
     part_out, part_lse = parts
     return combine.merge_pieces(part_out, part_lse, work, results, tiling, interpret)
-
-
-def _part_types(tiling: TensorTiling) -> Any:
-    if not tiling.splits or tiling.whole_units:
-        return ()
-    parts, width = tiling.slots * tiling.rows, tiling.problem.head_dim
-    return [jax.ShapeDtypeStruct((parts, width), jnp.float32), jax.ShapeDtypeStruct((parts, 1), jnp.float32)]
 
 
 def _program(arrays: Gmem, results: Results, smem: Any, tmem: Any, bars: Any, tiling: TensorTiling) -> None:

@@ -141,6 +141,12 @@ def test_two_ctas_share_an_sm_where_units_are_many_and_short():
         assert hopper.choose_config(dataclasses.replace(many, **facts)).num_ctas == 132
 
 
+def test_a_cta_of_one_tile_has_two_stages():
+    few = make_problem(64, 16, batch=1, local=True)
+    assert hopper.choose_config(few) == hopper.Config(block_kv=64, num_stages=2)
+    assert hopper.choose_config(dataclasses.replace(few, batch_size=2)).num_stages > 2
+
+
 # Problem, most registers of the attention kernel, most bytes spilled.
 COMPILED = {
     "global": (make_problem(64, 8), 168, 0),
@@ -174,6 +180,18 @@ def test_compiles_for_sm_90a_without_spills(name, monkeypatch, capfd):
     assert len(used) == _kernels(problem)
     assert max(used) <= registers
     assert max(spills) <= spilled
+
+
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
+def test_lanes_wait_for_each_other_before_they_read_the_table(monkeypatch, capfd):
+    # The interpreter has no lanes. Without the barrier a card read keys from anywhere.
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    lower(make_problem(64, 8, batch=1), absent_card.device()).compile()
+    kernels = "".join(capfd.readouterr()).split(".entry ")[1:]
+    assert len(kernels) == 2
+    for code in kernels:
+        filled = [m.end() for m in re.finditer(r"st\.shared\.\S*\s+\[__dynamic_shmem__", code)]
+        assert code.find("ld.shared", filled[0]) > code.find("bar.warp.sync", filled[0]) > 0
 
 
 OVERLAPPED = {

@@ -2,11 +2,11 @@
 
 | barrier | arrives | waits | guards |
 |---|---|---|---|
-| table_ready | warpgroup 1, once | warpgroup 0 | smem.table |
-| q_ready, q_free | copy of q; warpgroup 0 | warpgroup 0; warp 2 | smem.q_rows, one piece ahead |
-| k_ready, k_free [stage] | copies of K; warpgroup 0 | warpgroup 0; warp 0 | smem.k[stage], smem.band[stage] |
+| table_ready | the copying warp, once, after its first tile | warpgroup 0 | smem.table |
+| q_ready, q_free | copy of q; warpgroup 0 | warpgroup 0; the copying warp | smem.q_rows, one piece ahead |
+| k_ready, k_free [stage] | copies of K; warpgroup 0 | warpgroup 0; the copying warp | smem.k[stage], smem.band[stage] |
 | band_ready [stage] | copy of rel_logits, biased tiles only | warpgroup 0 | smem.band[stage] |
-| v_ready, v_free [stage] | copies of V; warpgroup 0 | warpgroup 0; warp 1 | smem.v[stage] |
+| v_ready, v_free [stage] | copies of V; warpgroup 0 | warpgroup 0; the copying warp | smem.v[stage] |
 """
 
 from typing import Any, NamedTuple

@@ -98,6 +98,8 @@ def candidates(problem: Problem) -> list[Config]:
     shapes = [(128, 3), (64, 6), (128, 2), (64, 5), (64, 4), (64, 3), (64, 2)]
     if problem.window_left is None:
         shapes = [(128, 2), *shapes]
+    if tiling_of(problem, Config(block_kv=64, num_stages=2)).most_tiles <= Config.num_ctas:
+        shapes = [(64, 2), *shapes]  # A CTA has one tile, or two: more stages are barriers to initialise, 0.1 us.
     configs = [Config(block_kv=block_kv, num_stages=stages) for block_kv, stages in shapes]
     tilings = [tiling_of(problem, config) for config in configs]
     small = tilings[0].columns > 32 or tilings[0].most_tiles <= tilings[0].num_ctas

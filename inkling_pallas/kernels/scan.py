@@ -42,24 +42,25 @@ def prefetch_part(ref: Any, part: Any) -> None:
 def scan_table(*refs: Any, batch: int, end_of: Rule, facts_of: Rule) -> None:
     """Makes the table as `mosaic.scan_table` says; refs are the sources and the table.
 
-    Every warp does the whole of it, 32 sequences at a time by shuffles.
+    Every warp does the whole of it, 32 sequences at a time by as many shuffles as the batch needs.
     """
     *sources, table = map(utils.memref_ptr, refs)
     lane = arith.remui(utils.thread_idx(), i32(LANES))
-    claimed, carried = i32(0), [i32(0)] * len(_SCANS)
+    claimed, carried, live = i32(0), [i32(0)] * len(_SCANS), min(batch, LANES)
     groups = range(0, batch, LANES)
     for first in range(0, len(groups), _UNROLL):
         chunk = groups[first : first + _UNROLL]
         loaded = [_load(sources, arith.addi(lane, i32(start)), batch) for start in chunk]
         for start, (inside, words) in zip(chunk, loaded, strict=True):
-            before, claimed = _largest_before(lane, _if(inside, *scalars.run(end_of, *words[:2])), claimed)
+            before, claimed = _largest_before(lane, _if(inside, *scalars.run(end_of, *words[:2])), claimed, live)
             *facts, work = scalars.run(facts_of, *words[:2], before, *words[2:])
             work = _if(inside, work)
             inputs = [work, arith.addi(facts[0], facts[1]), work]
-            scans = [_warp_scan(lane, value, combine) for value, combine in zip(inputs, _SCANS, strict=True)]
+            scans = [_warp_scan(lane, value, combine, live) for value, combine in zip(inputs, _SCANS, strict=True)]
             scans = [combine(value, before) for value, combine, before in zip(scans, _SCANS, carried, strict=True)]
-            carried = [_last_lane(value) for value in scans]
+            carried = [_last_lane(value) for value in scans] if start + LANES < batch else []
             _store_rows(table, arith.addi(lane, i32(start)), batch, [*facts, *scans])
+    utils.warp_barrier()  # A lane reads words that another one wrote.
 
 
 def _load(sources: list[Any], index: Any, batch: int) -> tuple[Any, list[Any]]:
@@ -75,9 +76,11 @@ def _if(condition: Any, value: Any) -> Any:
     return arith.select(condition, value, i32(0))
 
 
-def _largest_before(lane: Any, value: Any, carried: Any) -> tuple[Any, Any]:
-    """Returns the largest value of the lanes below, or carried, and that of all lanes."""
-    largest = arith.maxsi(_warp_scan(lane, value, arith.maxsi), carried)
+def _largest_before(lane: Any, value: Any, carried: Any, live: int) -> tuple[Any, Any]:
+    """Returns the largest value of the lanes below, or carried, and that of all lanes, of which `live` count."""
+    if live == 1:
+        return carried, value
+    largest = arith.maxsi(_warp_scan(lane, value, arith.maxsi, live), carried)
     is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, i32(0))
     return arith.select(is_first, carried, _shuffle("up", largest, "1, 0")), _last_lane(largest)
 
@@ -102,9 +105,9 @@ def _last_lane(value: Any) -> Any:
     return _shuffle("idx", value, "31, 31")
 
 
-def _warp_scan(lane: Any, value: Any, combine: Any) -> Any:
-    """Returns the inclusive scan of a value over the lanes of a warp."""
-    for distance in (1, 2, 4, 8, 16):
+def _warp_scan(lane: Any, value: Any, combine: Any, live: int) -> Any:
+    """Returns the inclusive scan of a value over the first `live` lanes of a warp."""
+    for distance in (1 << i for i in range((live - 1).bit_length())):
         below = _shuffle("up", value, f"{distance}, 0")
         takes = arith.cmpi(arith.CmpIPredicate.uge, lane, i32(distance))
         value = arith.select(takes, combine(value, below), value)

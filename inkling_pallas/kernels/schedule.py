@@ -96,9 +96,9 @@ def _unit_length(tiles: jax.Array, tiling: Tiling) -> jax.Array:
     return jnp.ones_like(tiles) if tiling.whole_units else tiles + tiling.unit_lead
 
 
-def fill_table(lengths: Lengths, table_smem: Any, tiling: Tiling) -> Table:
+def fill_table(lengths: Lengths, table_smem: Any, tiling: Tiling, *, by_warp: bool = False) -> Table:
     """Makes the table of a decode kernel: the work of a sequence is its length on the line of one kv head."""
-    return table.fill(lengths, table_smem, functools.partial(line_length, tiling=tiling), tiling)
+    return table.fill(lengths, table_smem, functools.partial(line_length, tiling=tiling), tiling, by_warp=by_warp)
 
 
 def table_on_host(sequences: Sequences, tiling: Tiling) -> Table:

@@ -65,8 +65,11 @@ def smem_bytes(tiling: Tiling) -> int:
     return 4 * ROWS * tiling.problem.batch_size
 
 
-def fill(lengths: Lengths, table_smem: Any, work: Work, tiling: Tiling) -> Table:
-    """Makes the table from lengths in global memory; the warpgroup that calls has it complete. Returns its reader."""
+def fill(lengths: Lengths, table_smem: Any, work: Work, tiling: Tiling, *, by_warp: bool = False) -> Table:
+    """Makes the table from lengths in global memory. Returns its reader.
+
+    The warpgroup that calls has it complete, or `by_warp` the single warp.
+    """
     others = {name: ref for name, ref in lengths._asdict().items() if name != "cu_seqlens_q" and ref is not None}
     mosaic.scan_table(
         [lengths.cu_seqlens_q, *others.values()],
@@ -75,7 +78,8 @@ def fill(lengths: Lengths, table_smem: Any, work: Work, tiling: Tiling) -> Table
         facts_of=functools.partial(_facts, names=tuple(others), work=work, tiling=tiling),
         interpret=tiling.interpret,
     )
-    plgpu.commit_smem()
+    if not by_warp:
+        plgpu.commit_smem()
     return reader(table_smem, tiling)
 
 

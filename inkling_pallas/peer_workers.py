@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from inkling_pallas.peer_call import PeerSkippedError, require_gpu
 
-# Peers, and what must be importable for each.
 _FA4 = ("torch", "flash_attn", "cutlass")
+# Peers, and what must be importable for each.
 WORKER_PEERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"flex_rel": ("torch",), "fa4_rel": _FA4, "fa4_nobias": _FA4}
 )

@@ -91,7 +91,8 @@ def candidates(problem: Problem) -> list[Config]:
     Large copies are better, but not where large tiles leave CTAs without one, or many columns fill the registers
     with scores. With the keys of three large tiles in flight those of a CTA's first come late and its last ones all at
     once: two took 0.5 to 0.75 us less, whatever there was to read (NVIDIA H200, jax 0.11.2, 2026-11-30: 8,192 keys
-    14.6 -> 14.1, 8 sequences of them 66.9 -> 66.2).
+    14.6 -> 14.1, 8 sequences of them 66.9 -> 66.2). A CTA of one tile, or two, gains nothing by more stages, and each
+    is barriers to initialise (the same card and day, one sequence under a window of 512 keys: 6.25 -> 6.13).
     """
     if has_many_rows(problem):
         return _prefill_candidates(problem)
@@ -99,7 +100,7 @@ def candidates(problem: Problem) -> list[Config]:
     if problem.window_left is None:
         shapes = [(128, 2), *shapes]
     if tiling_of(problem, Config(block_kv=64, num_stages=2)).most_tiles <= Config.num_ctas:
-        shapes = [(64, 2), *shapes]  # A CTA has one tile, or two: more stages are barriers to initialise, 0.1 us.
+        shapes = [(64, 2), *shapes]
     configs = [Config(block_kv=block_kv, num_stages=stages) for block_kv, stages in shapes]
     tilings = [tiling_of(problem, config) for config in configs]
     small = tilings[0].columns > 32 or tilings[0].most_tiles <= tilings[0].num_ctas

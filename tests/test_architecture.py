@@ -54,7 +54,7 @@ LAYERS = (
         "kernels.write_kv",
     ),
     ("kernels.prefill_overlap", "kernels.tensor_walk"),
-    ("kernels.gmem", "kernels.prefill_tiles"),
+    ("kernels.cluster_merge", "kernels.gmem", "kernels.prefill_tiles"),
     (
         "kernels.buffers",
         "kernels.pages",
@@ -71,6 +71,7 @@ LAYERS = (
     ("kernels.mosaic",),
     ("kernels.inline_lanes",),
     (
+        "kernels.inline_cluster",
         "kernels.inline_rows",
         "kernels.inline_shear",
         "kernels.inline_steps",
@@ -98,6 +99,7 @@ PRIVATE_PREFIXES = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
 PRIVATE_READERS = (
     "kernels.mosaic",
     "kernels.inline",
+    "kernels.inline_cluster",
     "kernels.inline_lanes",
     "kernels.inline_rows",
     "kernels.inline_shear",

@@ -142,15 +142,57 @@ def test_two_ctas_share_an_sm_where_units_are_many_and_short():
 
 
 def test_a_cta_of_one_tile_has_two_stages():
-    few = make_problem(64, 16, batch=1, local=True)
+    few = make_problem(4, 1, batch=4, max_blocks=16)
     assert hopper.choose_config(few) == hopper.Config(block_kv=64, num_stages=2)
-    assert hopper.choose_config(dataclasses.replace(few, batch_size=2)).num_stages > 2
+    assert hopper.choose_config(dataclasses.replace(few, head_dim=64, batch_size=16)).block_kv == 128
+
+
+@pytest.mark.parametrize(
+    ("facts", "size", "block_kv"),
+    [
+        ({}, 8, 64),
+        ({"batch_size": 2}, 4, 64),
+        ({"batch_size": 4}, 2, 128),
+        ({"batch_size": 8}, 1, 128),
+        ({"num_splits": 3}, 2, 128),
+        ({"head_dim": 64}, 4, 128),
+        ({"num_tokens": 2, "max_seqlen_q": 2}, 8, 64),
+        ({"num_tokens": 4, "max_seqlen_q": 4}, 4, 128),
+        ({"num_tokens": 8, "max_seqlen_q": 8}, 4, 128),
+        ({"num_tokens": 16, "max_seqlen_q": 16}, 1, 64),
+        ({"num_tokens": 16, "max_seqlen_q": 8, "batch_size": 2}, 1, 128),
+        ({"window_left": 2000}, 4, 128),
+        ({"window_left": 2000, "batch_size": 2}, 1, 128),
+        ({"window_left": None, "num_kv_heads": 8}, 8, 128),
+        ({"window_left": None, "num_kv_heads": 8, "num_tokens": 2, "max_seqlen_q": 2}, 1, 128),
+        ({"window_left": None, "num_kv_heads": 4}, 1, 128),
+        ({"window_left": None, "batch_size": 2}, 1, 128),
+        ({"window_left": None, "batch_size": 2, "num_kv_heads": 8, "max_blocks": 8}, 8, 64),
+    ],
+)
+def test_clusters_share_units_that_are_few_and_short_or_of_one_sequence(facts, size, block_kv):
+    problem = dataclasses.replace(make_problem(64, 16, batch=1, local=True), **facts)
+    config = hopper.choose_config(problem)
+    assert (config.cluster_size, config.block_kv) == (size, block_kv)
+    assert size == 1 or config.num_ctas == size * problem.num_kv_heads * problem.batch_size
+
+
+def test_refuses_clusters_that_are_too_few_or_too_large():
+    call = make_problem(64, 16, batch=1, local=True)
+    with pytest.raises(ValueError, match="config must leave a cluster for each of 16 units; got 15 clusters"):
+        hopper.tiling_of(call, hopper.Config(block_kv=64, num_stages=2, num_ctas=60, cluster_size=4))
+    narrow = dataclasses.replace(call, head_dim=64)
+    with pytest.raises(ValueError, match="leave each CTA of a cluster a multiple of 128 elements to merge; got 64"):
+        hopper.tiling_of(narrow, hopper.Config(block_kv=64, num_stages=2, num_ctas=128, cluster_size=8))
 
 
 # Problem, most registers of the attention kernel, most bytes spilled.
 COMPILED = {
     "global": (make_problem(64, 8), 168, 0),
     "local": (make_problem(64, 16, local=True), 168, 0),
+    "local, clusters": (make_problem(64, 16, batch=1, local=True), 128, 0),
+    "several tokens, local, clusters": (make_problem(64, 16, q_len=4, batch=1, local=True), 255, 0),
+    "global, clusters": (make_problem(64, 8, batch=1), 168, 0),
     "local, two CTAs per SM": (make_problem(64, 16, batch=128, local=True), 128, 0),
     "several tokens, local": (make_problem(64, 16, q_len=4, local=True), 200, 0),
     "several tokens, global": (make_problem(64, 8, q_len=4), 255, 0),
@@ -183,15 +225,37 @@ def test_compiles_for_sm_90a_without_spills(name, monkeypatch, capfd):
 
 
 @pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
-def test_lanes_wait_for_each_other_before_they_read_the_table(monkeypatch, capfd):
+@pytest.mark.parametrize(("kv_heads", "kernels"), [(4, 2), (8, 1)])
+def test_lanes_wait_for_each_other_before_they_read_the_table(kv_heads, kernels, monkeypatch, capfd):
     # The interpreter has no lanes. Without the barrier a card read keys from anywhere.
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
-    lower(make_problem(64, 8, batch=1), absent_card.device()).compile()
-    kernels = "".join(capfd.readouterr()).split(".entry ")[1:]
-    assert len(kernels) == 2
-    for code in kernels:
+    lower(make_problem(8 * kv_heads, kv_heads, batch=1), absent_card.device()).compile()
+    codes = "".join(capfd.readouterr()).split(".entry ")[1:]
+    assert len(codes) == kernels
+    for code in codes:
         filled = [m.end() for m in re.finditer(r"st\.shared\.\S*\s+\[__dynamic_shmem__", code)]
         assert code.find("ld.shared", filled[0]) > code.find("bar.warp.sync", filled[0]) > 0
+
+
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
+@pytest.mark.parametrize(("kv_heads", "ranks", "columns"), [(16, 8, 8), (16, 4, 32), (8, 8, 16)])
+def test_a_cluster_waits_for_the_bytes_that_it_sends(kv_heads, ranks, columns, monkeypatch, capfd):
+    # On the card only: it would hang if they were more, and read too early if they were fewer.
+    tokens = columns * kv_heads // 64
+    problem = make_problem(64, kv_heads, q_len=tokens, batch=1, local=True)
+    assert hopper.choose_config(problem).cluster_size == ranks
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    lower(problem, absent_card.device()).compile()
+    code = "".join(capfd.readouterr())
+    places = [m.start() for m in re.finditer("st.async.shared::cluster", code)]
+    assert code.index("barrier.cluster.arrive.release") < code.index("griddepcontrol.wait")
+    assert code.index("barrier.cluster.wait.acquire") < places[0]
+    assert places[-1] < code.index("mbarrier.try_wait.parity.acquire.cluster")
+    of_lses = columns // 8  # by 4 lanes for each rank, the others by all threads
+    sent = 8 * (128 * (len(places) - of_lses) + 4 * ranks * of_lses)
+    assert sent == 4 * columns * (128 + ranks)
+    (register,) = re.findall(r"expect_tx.shared::cta.b64 _, \[%r\d+\], (%r\d+);", code)
+    assert re.findall(rf"mov.b32\s+{register}, (\d+);", code) == [str(sent)]
 
 
 OVERLAPPED = {

@@ -58,6 +58,18 @@ def test_matches_the_oracle_without_a_race(case, capfd):
     assert_right(build(case), capfd, limit=LIMITS[case.dtype])
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("window", 4), ("empty", 2), ("no_keys", 2), ("group_3", 2), ("head_dim_64", 4), ("freed_pages", 2)],
+)
+def test_ctas_of_a_cluster_merge_their_parts(name, ranks, capfd):
+    case: Any = next(param.values[0] for param in CASES if param.id == name)
+    arguments = build(dataclasses.replace(case, num_splits=None))
+    units = len(case.q_lens) * case.num_kv_heads
+    config = hopper.Config(block_kv=64, num_stages=2, num_ctas=ranks * units, cluster_size=ranks)
+    interpreted.assert_right(interpreted.attend(arguments, config), arguments, capfd, LIMITS[case.dtype])
+
+
 @pytest.mark.parametrize("num_ctas", [1, 5])
 def test_any_number_of_shares_is_right(num_ctas, capfd):
     two = Case(name="shares", kind="interpreter", q_lens=(1, 2), kv_lens=(250, 70), num_heads=8, num_kv_heads=1)

@@ -7,6 +7,8 @@
 | k_ready, k_free [stage] | copies of K; warpgroup 0 | warpgroup 0; the copying warp | smem.k[stage], smem.band[stage] |
 | band_ready [stage] | copy of rel_logits, biased tiles only | warpgroup 0 | smem.band[stage] |
 | v_ready, v_free [stage] | copies of V; warpgroup 0 | warpgroup 0; the copying warp | smem.v[stage] |
+| smem.parts_barrier | stores by the CTAs of a cluster, byte by byte | warpgroup 0, once | smem.parts, smem.part_lses |
+| parts_ready, in its place in the interpreter | warpgroup 0 of each CTA | warpgroup 0 | results.part_out, .part_lse |
 """
 
 from typing import Any, NamedTuple
@@ -37,6 +39,9 @@ class Smem(NamedTuple):
     k: Any
     v: Any
     band: Any
+    parts: Any  # in a cluster: this CTA's elements of the rows of each
+    part_lses: Any
+    parts_barrier: Any
 
 
 class Barriers(NamedTuple):
@@ -50,6 +55,7 @@ class Barriers(NamedTuple):
     band_ready: Any
     v_ready: Any
     v_free: Any
+    parts_ready: Any
 
 
 def smem_types(tiling: Tiling) -> Smem:
@@ -65,6 +71,9 @@ def smem_types(tiling: Tiling) -> Smem:
         k=mosaic.swizzled((stages, tiling.block_kv, head_dim), dtype),
         v=mosaic.swizzled((stages, tiling.block_kv, head_dim), dtype),
         band=plgpu.SMEM((stages, *block, tiling.band_width), dtype),
+        parts=plgpu.SMEM((head_dim, tiling.columns), jnp.float32) if tiling.ranks > 1 else None,
+        part_lses=plgpu.SMEM((tiling.ranks, tiling.columns), jnp.float32) if tiling.ranks > 1 else None,
+        parts_barrier=plgpu.SMEM((2,), jnp.int32) if tiling.ranks > 1 else None,
     )
 
 
@@ -80,4 +89,5 @@ def barrier_types(tiling: Tiling) -> Barriers:
         band_ready=plgpu.Barrier(num_barriers=stages),
         v_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
         v_free=plgpu.Barrier(num_barriers=stages),
+        parts_ready=plgpu.ClusterBarrier(collective_axes=("rank",)) if tiling.ranks > 1 and tiling.interpret else None,
     )

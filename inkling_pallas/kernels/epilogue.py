@@ -28,6 +28,26 @@ def store_columns(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling
     return mosaic.scatter_columns(ref, places, x.astype(ref.dtype))
 
 
+def store_part_of_columns(
+    ref: Any, x: jax.Array, first: Any, row_of: RowOf, live: jax.Array, layout: Any, tiling: Tiling
+) -> None:
+    """Writes ref[row_of(c), first:] = x[:, c] for the first `live` columns of [width, columns] in a strided layout."""
+    if tiling.interpret:
+        return _store_one_by_one(ref.at[:, pl.ds(first, x.shape[0])], x.T, row_of, live)
+    element, column = (mosaic.iota(x.shape, axis, layout) for axis in (0, 1))
+    places = jnp.where(column < live, row_of(column), -1)
+    return mosaic.scatter(ref, places, first + element, x.astype(ref.dtype), layout=layout)
+
+
+def store_column_scalars(ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, layout: Any, tiling: Tiling) -> None:
+    """Writes ref[row_of(c), 0] = x[0, c] for the first `live` columns of [width, columns] in a strided layout."""
+    if tiling.interpret:
+        return _store_one_by_one(ref, x[:1].T, row_of, live)
+    element, column = (mosaic.iota(x.shape, axis, layout) for axis in (0, 1))
+    places = jnp.where((column < live) & (element == 0), row_of(column), -1)
+    return mosaic.scatter(ref, places, jnp.zeros(x.shape, jnp.int32), x, layout=layout)
+
+
 def store_scalars(
     ref: Any, x: jax.Array, row_of: RowOf, live: jax.Array, tiling: Tiling, layout: Any = mosaic.WGMMA_COLUMNS
 ) -> None:

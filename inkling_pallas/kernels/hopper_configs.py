@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.errors import refuse
-from inkling_pallas.kernels import buffers, prefill_launch
+from inkling_pallas.kernels import buffers, mosaic, prefill_launch
 from inkling_pallas.kernels.tiling import RowTiling, Tiling
 from inkling_pallas.problem import Problem
 
@@ -25,10 +25,10 @@ _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode k
 class Config:
     """Tuning choices: keys of a tile, tiles in flight, CTAs (an H200 has 132 SMs), and which kernel.
 
-    The prefill kernel also has a number of bias blocks in flight, and runs in clusters of `cluster_size` CTAs that
-    fetch keys for each other. With `overlap` it issues the scores of a KV tile together with the values of the one
-    before, so that its softmax runs beside those. It leaves sequences with few rows to a decode kernel of config
-    `few_rows`, if there is one.
+    CTAs of the decode kernel share a unit in clusters of `cluster_size`, those of the prefill kernel fetch keys for
+    each other. The prefill kernel also has a number of bias blocks in flight. With `overlap` it issues the scores of a
+    KV tile together with the values of the one before, so that its softmax runs beside those. It leaves sequences with
+    few rows to a decode kernel of config `few_rows`, if there is one.
     """
 
     block_kv: int
@@ -46,19 +46,38 @@ class Config:
             raise refuse("num_ctas", rule, self.num_ctas, "132 CTAs fill an H200.")
 
 
+# CTAs in clusters of each size that surely run at the same time, one on an SM: a cluster stays within a group of 14
+# to 18 SMs.
+_CLUSTERED_CTAS = {8: 96, 4: 112, 2: 132}
+_READING_CTAS = 64  # read memory at its full speed
+_SHORT_KEYS = 1024  # of a unit
 _PAIRED = Config(block_kv=64, num_stages=3, num_ctas=264)  # two CTAs per SM
 
 
 def tiling_of(problem: Problem, config: Config, interpret: bool = False, **more: Any) -> Tiling:
-    """Returns how the decode kernel cuts a problem; `more` are further fields of Tiling."""
-    return Tiling(
+    """Returns how the decode kernel cuts a problem; `more` are further fields of Tiling.
+
+    Raises:
+      ValueError: if a cluster is asked for each unit and there are not so many, or a CTA has too little to merge.
+    """
+    tiling = Tiling(
         problem=problem,
         block_kv=config.block_kv,
         num_stages=config.num_stages,
         num_ctas=config.num_ctas,
         interpret=interpret,
+        ranks=config.cluster_size,
         **more,
     )
+    if tiling.ranks > 1:
+        most = tiling.num_ctas // tiling.ranks
+        if tiling.most_units > most:
+            rule = f"leave a cluster for each of {tiling.most_units} units"
+            raise refuse("config", rule, f"{most} clusters", "Use cluster_size=1.")
+        if tiling.rank_width * tiling.columns % mosaic.THREADS:
+            rule = f"leave each CTA of a cluster a multiple of {mosaic.THREADS} elements to merge"
+            raise refuse("config", rule, tiling.rank_width * tiling.columns, "Use smaller clusters.")
+    return tiling
 
 
 def row_tiling_of(problem: Problem, config: Config, interpret: bool = False) -> RowTiling:
@@ -105,7 +124,49 @@ def candidates(problem: Problem) -> list[Config]:
     tilings = [tiling_of(problem, config) for config in configs]
     small = tilings[0].columns > 32 or tilings[0].most_tiles <= tilings[0].num_ctas
     fitting = [c for c, t in zip(configs, tilings, strict=True) if _fits(t) and (t.block_kv == 64 or not small)]
-    return [_PAIRED, *fitting] if _gains_by_pairs(problem) else fitting
+    if _gains_by_pairs(problem):
+        return [_PAIRED, *fitting]
+    clustered = _clustered(problem)
+    return fitting if clustered is None else [clustered, *fitting]
+
+
+def _clustered(problem: Problem) -> Config | None:
+    """Returns the largest clusters that share a unit each, or None where they do not pay.
+
+    The CTAs of a cluster merge their parts in shared memory: none leaves the chip, and no second kernel starts. As no
+    CTA helps another cluster, units must be short, or those of one sequence, of which 64 CTAs read as fast as 132 do.
+    All must run at the same time. NVIDIA H200, jax 0.11.2, 2026-11-30, 64 heads, without clusters and with: windows of
+    512 keys, 1, 2 and 4 sequences 6.1 -> 5.2, 7.7 -> 6.5 and 9.4 -> 8.0 us; one sequence, global, 1,024, 8,192 and
+    262,144 keys 6.3 -> 5.1, 12.9 -> 11.9 and 245.6 -> 242.6. Two of 8,192 keys in two waves: 20.6 -> 26.7.
+    """
+    tiling = tiling_of(problem, Config(block_kv=64, num_stages=2))
+    window, fewest = problem.window_left, tiling.columns == _FEWEST_COLUMNS
+    keys = problem.max_kv_len if window is None else min(problem.max_kv_len, window + problem.max_seqlen_q)
+    short = keys <= _SHORT_KEYS
+    if not short and (problem.batch_size > 1 or not fewest):
+        return None
+    for size, most in _CLUSTERED_CTAS.items():
+        ctas = tiling.most_units * size
+        small, large = (Config(block_kv=n, num_stages=2, num_ctas=ctas, cluster_size=size) for n in (64, 128))
+        one_per_sm = large if keys > small.block_kv * size else small
+        if not _can_share(problem, size) or not (short or ctas >= _READING_CTAS):
+            continue
+        if ctas <= most and _fits(tiling_of(problem, one_per_sm)):
+            return one_per_sm
+        if short and fewest and ctas <= Config.num_ctas and _fits(tiling_of(problem, small), _SMEM_BYTES_OF_TWO):
+            return small
+    return None
+
+
+def _can_share(problem: Problem, cluster_size: int) -> bool:
+    """True if clusters of a size may share units, have elements to merge for each thread, and few rows a CTA.
+
+    Many rows are bound by products, for which all SMs are wanted.
+    """
+    columns = tiling_of(problem, Config(block_kv=64, num_stages=2)).columns
+    allowed = problem.num_splits is None or problem.num_splits >= cluster_size
+    even = problem.head_dim // cluster_size * columns % mosaic.THREADS == 0
+    return allowed and even and columns <= _FEWEST_COLUMNS * cluster_size
 
 
 def _gains_by_pairs(problem: Problem) -> bool:

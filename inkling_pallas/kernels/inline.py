@@ -38,14 +38,14 @@ def gather_descending(ref: Any, starts: Any, *, shape: tuple[int, int]) -> Any:
     One address a column, constant offsets from it.
     """
     base, element = utils.memref_ptr(ref), ir.MemRefType(ref.type).element_type
-    kind, first = ir.VectorType.get((2,), element), _first_wgmma_row()
+    kind, first = ir.VectorType.get((2,), element), first_wgmma_row()
     zero = fragmented_array.FragmentedArray.splat(utils.c(0.0, element), shape, fragmented_array.WGMMA_LAYOUT)
     registers = np.array(zero.registers, dtype=object, copy=True)
     columns = [
         [utils.getelementptr(base, [arith.subi(_lane(pair, i), first)], element) for i in (0, 1)]
         for pair in starts.registers.flat
     ]
-    for index, (column, rows) in _wgmma_places(registers):
+    for index, (column, rows) in wgmma_places(registers):
         pointers = [utils.getelementptr(start, [-8 * rows], element) for start in columns[column]]
         registers[index] = _load_vector(kind, pointers, shared=False)
     return fragmented_array.FragmentedArray(_registers=registers, _layout=zero.layout, _is_signed=None)
@@ -70,8 +70,8 @@ def scatter(ref: Any, rows: Any, columns: Any, x: Any, *, vectors: Vectors, swiz
 
 def scatter_columns(ref: Any, rows: Any, x: Any) -> None:
     """Writes ref[rows[c]] = x[:, c] where rows are not negative: one address a column, constant offsets from it."""
-    base, pitch, first = utils.memref_ptr(ref), ir.MemRefType(ref.type).shape[-1], _first_wgmma_row()
-    places = list(_wgmma_places(x.registers))
+    base, pitch, first = utils.memref_ptr(ref), ir.MemRefType(ref.type).shape[-1], first_wgmma_row()
+    places = list(wgmma_places(x.registers))
     for column, pair in enumerate(rows.registers.flat):
         mine = [(index, block) for index, (where, block) in places if where == column]
         for i in (0, 1):
@@ -89,7 +89,7 @@ def store_transposed(ref: Any, x: Any) -> None:
     """Writes the transpose of a 16-bit WGMMA array over a swizzled operand, 2 or 4 blocks of 8 x 8 at a time."""
     base, tiles_across = utils.memref_ptr(ref), x.shape[0] // 64
     blocks = sorted(
-        ((*place, x.registers[index]) for index, place in _wgmma_places(x.registers)), key=lambda block: block[:2]
+        ((*place, x.registers[index]) for index, place in wgmma_places(x.registers)), key=lambda block: block[:2]
     )
     together = 4 if len(blocks) % 4 == 0 else 2
     for first in range(0, len(blocks), together):
@@ -141,10 +141,10 @@ def _swizzled_pointer(ref: Any, base: Any, row: Any, column: Any, tiles_across: 
     return utils.getelementptr(base, [offset], ir.MemRefType(ref.type).element_type)
 
 
-def _wgmma_places(registers: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
+def wgmma_places(registers: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, int]]]:
     """Yields (index, (block of 8 columns, the thread's row in eights)) of each register in the WGMMA layout.
 
-    A thread's first row is `_first_wgmma_row`; its others are 8 further, then 64 and 72, and so on.
+    A thread's first row is `first_wgmma_row`; its others are 8 further, then 64 and 72, and so on.
     """
     halves = [axis for axis in range(2, registers.ndim) if registers.shape[axis] == 2]
     if len(halves) != 1:
@@ -165,7 +165,8 @@ def lane_in_warp() -> Any:
     return arith.remui(utils.thread_idx(), i32(LANES))
 
 
-def _first_wgmma_row() -> Any:
+def first_wgmma_row() -> Any:
+    """Returns a thread's first row of an array in the WGMMA layout."""
     lane = lane_in_warp()
     return arith.addi(arith.muli(warp_in_group(), i32(16)), arith.shrui(lane, i32(2)))
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import inline, scan
+from inkling_pallas.kernels import inline, inline_cluster, scan
 
 WGMMA = plgpu.Layout.WGMMA
 _PLGPU: Any = plgpu  # Its type stubs lack some public names.
@@ -159,6 +159,29 @@ def scatter_columns(ref: Any, rows: jax.Array, x: jax.Array) -> None:
       x: of ref's dtype.
     """
     call_inline(inline.scatter_columns, (PLAIN, WGMMA_COLUMNS, WGMMA), ref, rows, x)
+
+
+def open_exchange(barrier: Any, *, interpret: bool) -> None:
+    """Makes ready for `exchange`; for all threads of a CTA, as early as may be."""
+    if not interpret:
+        call_inline(inline_cluster.open_exchange, (PLAIN,), barrier)
+
+
+def exchange(barrier: Any, parts: Any, lses: Any, x: jax.Array, lse: jax.Array, rank: jax.Array) -> None:
+    """Sends each CTA of a cluster its rows of a WGMMA array, and a log-sum-exp of each column, and waits for its own.
+
+    For one warpgroup of each CTA, once; on the card only.
+
+    Args:
+      barrier: int32[2] in plain SMEM, made by `open_exchange`.
+      parts: float32[width, columns] in plain SMEM: rows of this rank's width from each rank.
+      lses: float32[ranks, columns] in plain SMEM.
+      x: float32[width, columns] in the WGMMA layout.
+      lse: float32[columns] in the reduced WGMMA layout.
+      rank: this CTA's.
+    """
+    kinds = (PLAIN, PLAIN, PLAIN, WGMMA, WGMMA_COLUMNS, SCALAR)
+    call_inline(inline_cluster.exchange, kinds, barrier, parts, lses, x, lse, rank)
 
 
 def store_operand(ref: Any, x: jax.Array, *, layout: Any, interpret: bool) -> None:

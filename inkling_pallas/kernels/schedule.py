@@ -196,18 +196,28 @@ def _for_each_unit(
     tiling: Tiling,
     body: Callable[[jax.Array, jax.Array, Piece], None],
 ) -> jax.Array:
-    """Does what `for_each_piece` does where no unit is cut: of `units` units a CTA has every num_ctas-th.
+    """Does what `for_each_piece` does where no unit is cut among clusters: of `units` units each has every n-th.
 
     What runs at the same time are then neighbours, heads of the same keys, which lie side by side in memory.
     """
+    clusters, cluster = tiling.num_ctas // tiling.ranks, lax.div(cta, tiling.ranks)
 
     def visit(index: jax.Array, done: jax.Array) -> jax.Array:
-        _, unit = unit_at(table, cta + index * tiling.num_ctas, tiling)
-        body(index, done, unit)
-        return done + unit.tiles
+        _, unit = unit_at(table, cluster + index * clusters, tiling)
+        piece = part_of(unit, lax.rem(cta, tiling.ranks), tiling)
+        body(index, done, piece)
+        return done + piece.end - piece.begin
 
-    mine = lax.div(jnp.maximum(units - cta + (tiling.num_ctas - 1), 0), tiling.num_ctas)
+    mine = lax.div(jnp.maximum(units - cluster + (clusters - 1), 0), clusters)
     return lax.fori_loop(0, mine, visit, jnp.int32(0))
+
+
+def part_of(unit: Piece, rank: jax.Array, tiling: Tiling) -> Piece:
+    """Returns what a CTA of a cluster has of a unit: an equal share of its tiles, or none."""
+    if tiling.ranks == 1:
+        return unit
+    begin, end = (lax.div(unit.tiles * r, tiling.ranks) for r in (rank, rank + 1))
+    return unit._replace(begin=begin, end=end)
 
 
 def slot_of(cta: Any, piece_ends_unit: Any) -> jax.Array:

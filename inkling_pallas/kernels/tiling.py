@@ -30,6 +30,7 @@ class Tiling:
     clears_rows: bool = True  # the rows of no sequence; else another kernel of the call does
     fewest_rows: int = 1  # of a sequence; those with fewer are another kernel's
     call_max_seqlen_q: int | None = None  # of the call, where sequences with more rows are another kernel's
+    ranks: int = 1  # CTAs of a cluster, which share each unit and merge what they found
 
     @property
     def whole_problem(self) -> Problem:
@@ -91,11 +92,18 @@ class Tiling:
         keys of full windows: cutting costs a second kernel.
         """
         problem = self.problem
+        if self.ranks > 1:
+            return True
         if problem.num_splits is not None or problem.window_left is None:
             return problem.num_splits == 1
         keys = min(problem.max_kv_len, problem.window_left + self.token_block)
         longest = -(-self.most_units // self.num_ctas) * keys
         return longest * self.num_ctas - self.most_units * keys <= _MERGE_KEYS * self.num_ctas
+
+    @property
+    def rank_width(self) -> int:
+        """Elements of each row that a CTA of a cluster merges."""
+        return self.problem.head_dim // self.ranks
 
     @property
     def most_units(self) -> int:

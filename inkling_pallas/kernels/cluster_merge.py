@@ -1,0 +1,80 @@
+"""Merges what the CTAs of a cluster found for one unit, through each other's shared memory.
+
+Each CTA sends the others their elements of its rows, waits for theirs, and writes its elements of the result: no
+partial result leaves the chip, and no second kernel starts. The interpreter, where a CTA does not see another one's
+shared memory, sends by global memory.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from inkling_pallas.kernels import epilogue, mosaic, schedule, softmax
+from inkling_pallas.kernels.buffers import Barriers, Results, Smem
+from inkling_pallas.kernels.schedule import Piece
+from inkling_pallas.kernels.tiling import Tiling
+
+
+def merge(
+    results: Results, smem: Smem, bars: Barriers, state: softmax.State, piece: Piece, cta: jax.Array, tiling: Tiling
+) -> None:
+    """Merges a unit and writes it. Arrives on parts_ready and waits on it."""
+    rows, lse_log2 = softmax.finish(state)
+    rank = lax.rem(cta, tiling.ranks)
+    if tiling.interpret:
+        live, first = jnp.int32(tiling.rows), cta * tiling.rows
+        epilogue.store_columns(results.part_out, rows, lambda r: first + r, live, tiling)
+        epilogue.store_scalars(results.part_lse, lse_log2, lambda r: first + r, live, tiling)
+        plgpu.barrier_arrive(bars.parts_ready)
+        plgpu.barrier_wait(bars.parts_ready)
+    else:
+        mosaic.exchange(smem.parts_barrier, smem.parts, smem.part_lses, rows, lse_log2, rank)
+    _write(results, *_merge_parts(results, smem, cta, tiling), piece, rank, tiling)
+
+
+def _layout(tiling: Tiling) -> Any:
+    return mosaic.strided((tiling.rank_width, tiling.columns))
+
+
+def _merge_parts(results: Results, smem: Smem, cta: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+    """Returns this CTA's elements of the merged rows and their log-sum-exp, [rank_width, columns] both."""
+    layout, shape = _layout(tiling), (tiling.rank_width, tiling.columns)
+    element, column = (mosaic.iota(shape, axis, layout) for axis in (0, 1))
+    rank = lax.rem(cta, tiling.ranks)
+
+    if tiling.interpret:
+        mine = pl.ds((cta - rank) * tiling.rows, tiling.ranks * tiling.rows)
+        part_out, part_lse = results.part_out[mine], results.part_lse[mine]
+
+    def part(i: int) -> tuple[jax.Array, jax.Array]:
+        if tiling.interpret:
+            row = i * tiling.rows + jnp.minimum(column, tiling.rows - 1)
+            return part_out[row, rank * tiling.rank_width + element], part_lse[row, jnp.zeros_like(row)]
+        value = mosaic.gather(smem.parts, element + i * tiling.rank_width, column, layout=layout, interpret=False)
+        lse = mosaic.gather(smem.part_lses, jnp.full_like(column, i), column, layout=layout, interpret=False)
+        return value, lse
+
+    parts = [part(i) for i in range(tiling.ranks)]
+    zero = mosaic.full(shape, 0.0, jnp.float32, layout)
+    start = softmax.Merged(zero, mosaic.full(shape, -jnp.inf, jnp.float32, layout), zero)
+    return softmax.finish_merge(softmax.merge(start, [value for value, _ in parts], [lse for _, lse in parts]))
+
+
+def _write(
+    results: Results, value: jax.Array, lse_log2: jax.Array, piece: Piece, rank: jax.Array, tiling: Tiling
+) -> None:
+    live = piece.tokens * tiling.problem.group
+
+    def row_of(row: Any) -> Any:
+        return schedule.output_row(tiling, piece, row)
+
+    first = rank * tiling.rank_width
+    epilogue.store_part_of_columns(results.out, value, first, row_of, live, _layout(tiling), tiling)
+    if results.lse is not None:
+        alone = jnp.where(rank == 0, live, 0)
+        lse = lse_log2 * softmax.LN_2
+        epilogue.store_column_scalars(results.lse, lse, row_of, alone, _layout(tiling), tiling)

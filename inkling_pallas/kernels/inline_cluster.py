@@ -4,6 +4,7 @@ Each CTA has a barrier of its own, in shared memory that Pallas takes for plain 
 bytes on that CTA's barrier, so that data and notice are one message, and nothing waits for an answer.
 """
 
+import math
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
@@ -13,6 +14,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 from inkling_pallas.kernels import inline
 from inkling_pallas.kernels.inline import i32
 
+_WORD = 4  # bytes
 _OPEN = """{
 .reg .pred first;
 setp.eq.u32 first, $1, 0;
@@ -45,40 +47,49 @@ def open_exchange(barrier: Any) -> None:
 
 
 def exchange(barrier: Any, parts: Any, lses: Any, x: Any, lse: Any, rank: Any) -> None:
-    """Does what `mosaic.exchange` says, two neighbouring columns at a time."""
-    ranks, columns = ir.MemRefType(lses.type).shape
-    width, mine = x.shape[0] // ranks, rank.registers.item()
-    lane, warp = inline.lane_in_warp(), inline.warp_in_group()
-    first_row, first_column = inline.first_wgmma_row(), arith.muli(arith.andi(lane, i32(3)), i32(2))
-    here = inline.shared_address(utils.memref_ptr(barrier))
+    """Does what `mosaic.exchange` says."""
+    here, mine = inline.shared_address(utils.memref_ptr(barrier)), rank.registers.item()
     thread = arith.remui(utils.thread_idx(), i32(inline.THREADS))
-    _run(_EXPECT, "r,r,r", here, thread, i32(4 * ranks * columns * (width + 1)))
+    words = sum(math.prod(ir.MemRefType(buffer.type).shape) for buffer in (parts, lses))
+    _run(_EXPECT, "r,r,r", here, thread, i32(_WORD * words))
     _run("barrier.cluster.wait.acquire;", "")  # All barriers are there.
-    start = inline.shared_address(utils.memref_ptr(parts))
+    _send_rows(here, parts, x, mine, ranks=ir.MemRefType(lses.type).shape[0])
+    _send_sums(here, lses, lse, mine)
+    _run(_WAIT, "r", here)
 
-    def store(start: Any, row: Any, column: Any, target: Any, pair: Any) -> None:
-        place = arith.addi(start, arith.muli(arith.addi(arith.muli(row, i32(columns)), column), i32(4)))
-        word = ir.IntegerType.get_signless(32)
-        values = [llvm.bitcast(word, vector.extract(pair, [], [i])) for i in (0, 1)]
-        _run(_STORE, "r,r,r,r,r", place, here, target, *values)
 
+def _send_rows(barrier: Any, parts: Any, x: Any, mine: Any, *, ranks: int) -> None:
+    """Sends rows of x, two neighbouring columns at a time, to the ranks that merge them."""
+    width = x.shape[0] // ranks
+    first_row, first_column = inline.first_wgmma_row(), _first_column()
     for index, (block, eights) in inline.wgmma_places(x.registers):
         row = arith.addi(first_row, i32(8 * eights))
         row_there = arith.addi(arith.muli(mine, i32(width)), arith.remui(row, i32(width)))
         column = arith.addi(first_column, i32(8 * block))
-        store(start, row_there, column, arith.divui(row, i32(width)), x.registers[index])
-    # Lanes of one warp send the sums, four of them to each rank.
-    target = arith.shrui(lane, i32(2))
-    chosen = arith.andi(
-        arith.cmpi(arith.CmpIPredicate.eq, warp, i32(0)), arith.cmpi(arith.CmpIPredicate.ult, target, i32(ranks))
-    )
-    branch = scf.IfOp(chosen)
+        _send(barrier, parts, row_there, column, arith.divui(row, i32(width)), x.registers[index])
+
+
+def _send_sums(barrier: Any, lses: Any, lse: Any, mine: Any) -> None:
+    """Sends every rank all columns of lse: of one warp, which holds them all, four lanes to each rank."""
+    ranks, target = ir.MemRefType(lses.type).shape[0], arith.shrui(inline.lane_in_warp(), i32(2))
+    first_warp = arith.cmpi(arith.CmpIPredicate.eq, inline.warp_in_group(), i32(0))
+    branch = scf.IfOp(arith.andi(first_warp, arith.cmpi(arith.CmpIPredicate.ult, target, i32(ranks))))
     with ir.InsertionPoint(branch.then_block):
-        start = inline.shared_address(utils.memref_ptr(lses))
         for block, pair in enumerate(lse.registers.flat):
-            store(start, mine, arith.addi(first_column, i32(8 * block)), target, pair)
+            _send(barrier, lses, mine, arith.addi(_first_column(), i32(8 * block)), target, pair)
         scf.yield_([])
-    _run(_WAIT, "r", here)
+
+
+def _first_column() -> Any:
+    return arith.muli(arith.andi(inline.lane_in_warp(), i32(3)), i32(2))
+
+
+def _send(barrier: Any, buffer: Any, row: Any, column: Any, target: Any, pair: Any) -> None:
+    pitch, word = ir.MemRefType(buffer.type).shape[1], ir.IntegerType.get_signless(32)
+    offset = arith.muli(arith.addi(arith.muli(row, i32(pitch)), column), i32(_WORD))
+    place = arith.addi(inline.shared_address(utils.memref_ptr(buffer)), offset)
+    values = [llvm.bitcast(word, vector.extract(pair, [], [i])) for i in (0, 1)]
+    _run(_STORE, "r,r,r,r,r", place, barrier, target, *values)
 
 
 def _run(code: str, operands: str, *values: Any) -> None:

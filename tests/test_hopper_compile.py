@@ -131,6 +131,8 @@ def test_refuses_what_does_not_fit_with_its_own_reason():
     assert "num_heads / num_kv_heads must be at most 16" in str(hopper.unsupported(make_problem(128, 1)))
     with pytest.raises(ValueError, match="num_ctas must be a multiple of cluster_size = 2, at least that; got 131"):
         hopper.Config(program="prefill", block_kv=128, num_stages=2, num_ctas=131, cluster_size=2)
+    with pytest.raises(ValueError, match="cluster_size must be 1, 2, 4 or 8; got 3"):
+        hopper.Config(block_kv=64, num_stages=2, num_ctas=132, cluster_size=3)
 
 
 def test_two_ctas_share_an_sm_where_units_are_many_and_short():

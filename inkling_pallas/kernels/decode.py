@@ -1,8 +1,8 @@
 """Attention for few query rows per sequence on sm_90: a split-KV kernel at the speed of memory, and its combine.
 
 Keys are the rows of the matrix products (S^T = K Q^T, O^T = V^T P^T), so that query rows, few as they are, fill
-columns in steps of 8. CTAs take equal shares of all KV tiles (`schedule`). The first warpgroup of each computes,
-a warp of its second copies; `buffers` holds their protocol.
+columns in steps of 8. CTAs take equal shares of all KV tiles (`schedule`), or those of a cluster share each unit
+(`cluster_merge`). The first warpgroup of each computes, a warp of its second copies; `buffers` holds their protocol.
 """
 
 import math

@@ -19,6 +19,10 @@ _FEWEST_COLUMNS = 8  # of a matrix product
 _MANY_UNITS = 3  # of a CTA of the decode kernel: from here on two CTAs per SM
 _MANY_TILES = 4  # of a CTA of the prefill kernel: from here on in clusters
 _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
+# CTAs in clusters of each size that surely run at the same time, one on an SM: a cluster stays in a group of 14 to 18.
+_CLUSTERED_CTAS = {8: 96, 4: 112, 2: 132}
+_READING_CTAS = 64  # read memory at its full speed
+_SHORT_KEYS = 1024  # of a unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,16 +45,13 @@ class Config:
     few_rows: "Config | None" = None
 
     def __post_init__(self) -> None:
+        if self.cluster_size not in (1, *_CLUSTERED_CTAS):
+            raise refuse("cluster_size", "be 1, 2, 4 or 8", self.cluster_size, "No card takes larger clusters unasked.")
         if self.num_ctas < 1 or self.num_ctas % self.cluster_size:
             rule = f"be a multiple of cluster_size = {self.cluster_size}, at least that"
             raise refuse("num_ctas", rule, self.num_ctas, "132 CTAs fill an H200.")
 
 
-# CTAs in clusters of each size that surely run at the same time, one on an SM: a cluster stays within a group of 14
-# to 18 SMs.
-_CLUSTERED_CTAS = {8: 96, 4: 112, 2: 132}
-_READING_CTAS = 64  # read memory at its full speed
-_SHORT_KEYS = 1024  # of a unit
 _PAIRED = Config(block_kv=64, num_stages=3, num_ctas=264)  # two CTAs per SM
 
 

@@ -25,6 +25,7 @@ _MAX_ALONE = 12
 # Tokens that the margin is taken from, first and last included.
 _MARGIN_TOKENS = 128
 _INTERPRETED_CTAS = 2
+_INTERPRETED_CLUSTERED_CTAS = 16
 Operator = Callable[..., Any]
 
 
@@ -82,11 +83,25 @@ def interpreted(operator: Operator) -> Operator:
     """
 
     def attend(**call: Any) -> Any:
-        config = explain(**call).config
-        config = dataclasses.replace(config, num_ctas=_INTERPRETED_CTAS)
+        config = _with_few_ctas(explain(**call).config)
         return jax.block_until_ready(operator(**call, config=config, interpret=True))
 
     return attend
+
+
+def _with_few_ctas(config: Any) -> Any:
+    """Returns a kernel's configuration with few CTAs.
+
+    The CTAs of a decode's clusters share units, of which each has a cluster: a small grid stays, a large one goes
+    without clusters.
+    """
+    few_rows = getattr(config, "few_rows", None)
+    changes: dict[str, Any] = {} if few_rows is None else {"few_rows": _with_few_ctas(few_rows)}
+    if config.num_ctas > _INTERPRETED_CLUSTERED_CTAS:
+        changes["num_ctas"] = _INTERPRETED_CTAS
+        if getattr(config, "program", "") == "decode":
+            changes["cluster_size"] = 1
+    return dataclasses.replace(config, **changes)
 
 
 def _spike_probe(case: Case) -> Case | None:

@@ -1,14 +1,17 @@
 """The commands as a user meets them: output, exit status, words for bad options and files."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from inkling_pallas import check_command, demo
+from inkling_pallas import check, check_command, demo
 from inkling_pallas.__main__ import main
+from inkling_pallas.kernels import blackwell, hopper
 from inkling_pallas.trace import TraceError, read_trace
 
 _QUICK = ["--requests", "3", "--chunk", "16", "--decode-steps", "1", "--global-extent", "32", "--local-extent", "32"]
@@ -136,6 +139,23 @@ def test_check_explains_bad_options(capsys):
     assert "--kind must be one of full prefill" in capsys.readouterr().out
     assert main(["check", "--backend", "cuda"]) == 2
     assert "--backend must be one of portable, hopper, blackwell; got 'cuda'." in capsys.readouterr().out
+
+
+def test_an_interpreted_kernel_has_few_ctas_and_keeps_few_clusters(monkeypatch):
+    def config_of(config):
+        seen = []
+        monkeypatch.setattr(check, "explain", lambda **call: SimpleNamespace(config=config))
+        check.interpreted(lambda **call: seen.append(call["config"]))()
+        return seen[0]
+
+    clusters = hopper.Config(block_kv=64, num_stages=2, num_ctas=16, cluster_size=8)
+    many = dataclasses.replace(clusters, num_ctas=128)
+    alone = dataclasses.replace(clusters, num_ctas=2, cluster_size=1)
+    rows = dataclasses.replace(clusters, program="prefill", num_ctas=132, cluster_size=2, few_rows=many)
+    assert config_of(clusters) == clusters
+    assert config_of(many) == alone
+    assert config_of(rows) == dataclasses.replace(rows, num_ctas=2, few_rows=alone)
+    assert config_of(blackwell.Config()) == blackwell.Config(num_ctas=2)
 
 
 def test_check_interprets_a_kernel_whose_card_is_not_there(monkeypatch, capsys):

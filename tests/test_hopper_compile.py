@@ -77,8 +77,13 @@ def lower(problem, device=None, kernel: Any = hopper):
 LOWERED = {
     "global": make_problem(64, 8),
     "local, lse": make_problem(64, 16, local=True, return_lse=True),
-    "local, one sequence": make_problem(64, 16, batch=1, local=True),
+    "clusters, local": make_problem(64, 16, batch=1, local=True),
     "one kv head, one sequence": make_problem(8, 1, batch=1),
+    "clusters, group 3, head_dim 64, float32 out, lse": make_problem(
+        24, 8, batch=1, q_len=2, head_dim=64, local=True, out_dtype="float32", return_lse=True
+    ),
+    "clusters, head_dim 256": make_problem(16, 2, batch=1, head_dim=256, local=True),
+    "clusters, group 12": make_problem(24, 2, batch=1, local=True, dtype="float16"),
     "several tokens": make_problem(64, 16, q_len=4),
     "16 tokens": make_problem(64, 8, q_len=16),
     "group 3, page 16, small extent": make_problem(24, 8, block_size=16, rel_extent=8, q_len=2),
@@ -114,6 +119,8 @@ def _decode_kernels(problem, config):
 
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_cuda_on_any_machine(name):
+    config = hopper.choose_config(LOWERED[name])
+    assert (config.program == "decode" and config.cluster_size > 1) == ("clusters" in name)
     assert lower(LOWERED[name]).as_text().count("custom_call @mosaic_gpu") == _kernels(LOWERED[name])
 
 
@@ -160,7 +167,7 @@ def test_a_cta_of_one_tile_has_two_stages():
         ({"head_dim": 64}, 4, 128),
         ({"num_tokens": 2, "max_seqlen_q": 2}, 8, 64),
         ({"num_tokens": 4, "max_seqlen_q": 4}, 4, 128),
-        ({"num_tokens": 8, "max_seqlen_q": 8}, 4, 128),
+        ({"num_tokens": 8, "max_seqlen_q": 8}, 4, 64),
         ({"num_tokens": 16, "max_seqlen_q": 16}, 1, 64),
         ({"num_tokens": 16, "max_seqlen_q": 8, "batch_size": 2}, 1, 128),
         ({"window_left": 2000}, 4, 128),
@@ -168,6 +175,7 @@ def test_a_cta_of_one_tile_has_two_stages():
         ({"window_left": None, "num_kv_heads": 8}, 8, 128),
         ({"window_left": None, "num_kv_heads": 8, "num_tokens": 2, "max_seqlen_q": 2}, 1, 128),
         ({"window_left": None, "num_kv_heads": 4}, 1, 128),
+        ({"window_left": None, "head_dim": 64}, 1, 128),
         ({"window_left": None, "batch_size": 2}, 1, 128),
         ({"window_left": None, "batch_size": 2, "num_kv_heads": 8, "max_blocks": 8}, 8, 64),
     ],
@@ -183,6 +191,11 @@ def test_refuses_clusters_that_are_too_few_or_too_large():
     call = make_problem(64, 16, batch=1, local=True)
     with pytest.raises(ValueError, match="config must leave a cluster for each of 16 units; got 15 clusters"):
         hopper.tiling_of(call, hopper.Config(block_kv=64, num_stages=2, num_ctas=60, cluster_size=4))
+    with pytest.raises(ValueError, match="config must have a cluster_size of at most num_splits = 3; got 4"):
+        hopper.tiling_of(
+            dataclasses.replace(call, num_splits=3),
+            hopper.Config(block_kv=64, num_stages=2, num_ctas=64, cluster_size=4),
+        )
     narrow = dataclasses.replace(call, head_dim=64)
     with pytest.raises(ValueError, match="leave each CTA of a cluster a multiple of 128 elements to merge; got 64"):
         hopper.tiling_of(narrow, hopper.Config(block_kv=64, num_stages=2, num_ctas=128, cluster_size=8))
@@ -193,6 +206,9 @@ COMPILED = {
     "global": (make_problem(64, 8), 168, 0),
     "local": (make_problem(64, 16, local=True), 168, 0),
     "local, clusters": (make_problem(64, 16, batch=1, local=True), 128, 0),
+    # Two of their CTAs run on an SM.
+    "short, clusters": (make_problem(64, 8, batch=2, max_blocks=8, return_lse=True), 128, 0),
+    "sheared, local, clusters": (make_problem(64, 16, batch=2, local=True, sheared=True, dtype="float16"), 128, 0),
     "several tokens, local, clusters": (make_problem(64, 16, q_len=4, batch=1, local=True), 255, 0),
     "global, clusters": (make_problem(64, 8, batch=1), 168, 0),
     "local, two CTAs per SM": (make_problem(64, 16, batch=128, local=True), 128, 0),

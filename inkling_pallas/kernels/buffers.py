@@ -7,7 +7,7 @@
 | k_ready, k_free [stage] | copies of K; warpgroup 0 | warpgroup 0; the copying warp | smem.k[stage], smem.band[stage] |
 | band_ready [stage] | copy of rel_logits, biased tiles only | warpgroup 0 | smem.band[stage] |
 | v_ready, v_free [stage] | copies of V; warpgroup 0 | warpgroup 0; the copying warp | smem.v[stage] |
-| smem.parts_barrier | stores by the CTAs of a cluster, byte by byte | warpgroup 0, once | smem.parts, smem.part_lses |
+| smem.parts_barrier | warpgroup 0, expecting bytes; the cluster's stores | warpgroup 0, once | smem.parts, .part_lses |
 | parts_ready, in its place in the interpreter | warpgroup 0 of each CTA | warpgroup 0 | results.part_out, .part_lse |
 """
 
@@ -39,9 +39,9 @@ class Smem(NamedTuple):
     k: Any
     v: Any
     band: Any
-    parts: Any  # in a cluster: this CTA's elements of the rows of each
-    part_lses: Any
-    parts_barrier: Any
+    parts: Any  # in a cluster: this CTA's elements of the rows of each, None elsewhere
+    part_lses: Any  # the log-sum-exp of those rows
+    parts_barrier: Any  # words that `mosaic.open_exchange` makes a barrier
 
 
 class Barriers(NamedTuple):

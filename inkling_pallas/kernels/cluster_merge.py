@@ -43,25 +43,37 @@ def _layout(tiling: Tiling) -> Any:
 def _merge_parts(results: Results, smem: Smem, cta: jax.Array, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
     """Returns this CTA's elements of the merged rows and their log-sum-exp, [rank_width, columns] both."""
     layout, shape = _layout(tiling), (tiling.rank_width, tiling.columns)
-    element, column = (mosaic.iota(shape, axis, layout) for axis in (0, 1))
-    rank = lax.rem(cta, tiling.ranks)
+    parts = _parts_interpreted(results, cta, tiling) if tiling.interpret else _parts_received(smem, tiling)
+    zero = mosaic.full(shape, 0.0, jnp.float32, layout)
+    start = softmax.Merged(zero, mosaic.full(shape, -jnp.inf, jnp.float32, layout), zero)
+    return softmax.finish_merge(softmax.merge(start, [value for value, _ in parts], [lse for _, lse in parts]))
 
-    if tiling.interpret:
-        mine = pl.ds((cta - rank) * tiling.rows, tiling.ranks * tiling.rows)
-        part_out, part_lse = results.part_out[mine], results.part_lse[mine]
+
+def _parts_received(smem: Smem, tiling: Tiling) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns (values, log-sum-exp) of each CTA, [rank_width, columns] both, from this one's shared memory."""
+    layout, shape = _layout(tiling), (tiling.rank_width, tiling.columns)
+    element, column = (mosaic.iota(shape, axis, layout) for axis in (0, 1))
 
     def part(i: int) -> tuple[jax.Array, jax.Array]:
-        if tiling.interpret:
-            row = i * tiling.rows + jnp.minimum(column, tiling.rows - 1)
-            return part_out[row, rank * tiling.rank_width + element], part_lse[row, jnp.zeros_like(row)]
         value = mosaic.gather(smem.parts, element + i * tiling.rank_width, column, layout=layout, interpret=False)
         lse = mosaic.gather(smem.part_lses, jnp.full_like(column, i), column, layout=layout, interpret=False)
         return value, lse
 
-    parts = [part(i) for i in range(tiling.ranks)]
-    zero = mosaic.full(shape, 0.0, jnp.float32, layout)
-    start = softmax.Merged(zero, mosaic.full(shape, -jnp.inf, jnp.float32, layout), zero)
-    return softmax.finish_merge(softmax.merge(start, [value for value, _ in parts], [lse for _, lse in parts]))
+    return [part(i) for i in range(tiling.ranks)]
+
+
+def _parts_interpreted(results: Results, cta: jax.Array, tiling: Tiling) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns the same from global memory."""
+    shape, rank = (tiling.rank_width, tiling.columns), lax.rem(cta, tiling.ranks)
+    element, column = (mosaic.iota(shape, axis, _layout(tiling)) for axis in (0, 1))
+    of_cluster = pl.ds((cta - rank) * tiling.rows, tiling.ranks * tiling.rows)
+    values, lses = results.part_out[of_cluster], results.part_lse[of_cluster]
+
+    def part(i: int) -> tuple[jax.Array, jax.Array]:
+        row = i * tiling.rows + jnp.minimum(column, tiling.rows - 1)
+        return values[row, rank * tiling.rank_width + element], lses[row, jnp.zeros_like(row)]
+
+    return [part(i) for i in range(tiling.ranks)]
 
 
 def _write(

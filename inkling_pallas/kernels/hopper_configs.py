@@ -19,7 +19,8 @@ _FEWEST_COLUMNS = 8  # of a matrix product
 _MANY_UNITS = 3  # of a CTA of the decode kernel: from here on two CTAs per SM
 _MANY_TILES = 4  # of a CTA of the prefill kernel: from here on in clusters
 _MAX_ROWS = 256  # packed query rows of a sequence per kv head that the decode kernel takes
-# CTAs in clusters of each size that surely run at the same time, one on an SM: a cluster stays in a group of 14 to 18.
+# CTAs in clusters of each size, from the largest on, that surely run at the same time, one on an SM: a cluster stays
+# within a group of 14 to 18 SMs.
 _CLUSTERED_CTAS = {8: 96, 4: 112, 2: 132}
 _READING_CTAS = 64  # read memory at its full speed
 _SHORT_KEYS = 1024  # of a unit
@@ -46,7 +47,7 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.cluster_size not in (1, *_CLUSTERED_CTAS):
-            raise refuse("cluster_size", "be 1, 2, 4 or 8", self.cluster_size, "No card takes larger clusters unasked.")
+            raise refuse("cluster_size", "be 1, 2, 4 or 8", self.cluster_size, "Cards take no more unasked.")
         if self.num_ctas < 1 or self.num_ctas % self.cluster_size:
             rule = f"be a multiple of cluster_size = {self.cluster_size}, at least that"
             raise refuse("num_ctas", rule, self.num_ctas, "132 CTAs fill an H200.")
@@ -59,7 +60,8 @@ def tiling_of(problem: Problem, config: Config, interpret: bool = False, **more:
     """Returns how the decode kernel cuts a problem; `more` are further fields of Tiling.
 
     Raises:
-      ValueError: if a cluster is asked for each unit and there are not so many, or a CTA has too little to merge.
+      ValueError: if clusters are asked for that are fewer than units, cut them into more parts than num_splits, or have
+        too little to merge.
     """
     tiling = Tiling(
         problem=problem,
@@ -71,14 +73,22 @@ def tiling_of(problem: Problem, config: Config, interpret: bool = False, **more:
         **more,
     )
     if tiling.ranks > 1:
-        most = tiling.num_ctas // tiling.ranks
-        if tiling.most_units > most:
-            rule = f"leave a cluster for each of {tiling.most_units} units"
-            raise refuse("config", rule, f"{most} clusters", "Use cluster_size=1.")
-        if tiling.rank_width * tiling.columns % mosaic.THREADS:
-            rule = f"leave each CTA of a cluster a multiple of {mosaic.THREADS} elements to merge"
-            raise refuse("config", rule, tiling.rank_width * tiling.columns, "Use smaller clusters.")
+        _require_clusters(tiling)
     return tiling
+
+
+def _require_clusters(tiling: Tiling) -> None:
+    most, splits = tiling.num_ctas // tiling.ranks, tiling.problem.num_splits
+    elements = tiling.rank_width * tiling.columns
+    if tiling.most_units > most:
+        rule = f"leave a cluster for each of {tiling.most_units} units"
+        raise refuse("config", rule, f"{most} clusters", "Use cluster_size=1.")
+    if splits is not None and splits < tiling.ranks:
+        rule = f"have a cluster_size of at most num_splits = {splits}"
+        raise refuse("config", rule, tiling.ranks, "Use smaller clusters.")
+    if elements % mosaic.THREADS:
+        rule = f"leave each CTA of a cluster a multiple of {mosaic.THREADS} elements to merge"
+        raise refuse("config", rule, elements, "Use smaller clusters.")
 
 
 def row_tiling_of(problem: Problem, config: Config, interpret: bool = False) -> RowTiling:
@@ -138,36 +148,35 @@ def _clustered(problem: Problem) -> Config | None:
     CTA helps another cluster, units must be short, or those of one sequence, of which 64 CTAs read as fast as 132 do.
     All must run at the same time. NVIDIA H200, jax 0.11.2, 2026-11-30, 64 heads, without clusters and with: windows of
     512 keys, 1, 2 and 4 sequences 6.1 -> 5.2, 7.7 -> 6.5 and 9.4 -> 8.0 us; one sequence, global, 1,024, 8,192 and
-    262,144 keys 6.3 -> 5.1, 12.9 -> 11.9 and 245.6 -> 242.6. Two of 8,192 keys in two waves: 20.6 -> 26.7.
+    262,144 keys 6.3 -> 5.1, 12.9 -> 11.9 and 245.8 -> 242.6. Two of 8,192 keys in two waves: 20.6 -> 26.7.
     """
     tiling = tiling_of(problem, Config(block_kv=64, num_stages=2))
     window, fewest = problem.window_left, tiling.columns == _FEWEST_COLUMNS
     keys = problem.max_kv_len if window is None else min(problem.max_kv_len, window + problem.max_seqlen_q)
     short = keys <= _SHORT_KEYS
-    if not short and (problem.batch_size > 1 or not fewest):
-        return None
+    reads_fast = problem.batch_size == 1 and problem.head_dim >= 128 and fewest
     for size, most in _CLUSTERED_CTAS.items():
         ctas = tiling.most_units * size
-        small, large = (Config(block_kv=n, num_stages=2, num_ctas=ctas, cluster_size=size) for n in (64, 128))
-        one_per_sm = large if keys > small.block_kv * size else small
-        if not _can_share(problem, size) or not (short or ctas >= _READING_CTAS):
+        if not _can_share(tiling, size) or not (short or (reads_fast and ctas >= _READING_CTAS)):
             continue
+        small, large = (Config(block_kv=n, num_stages=2, num_ctas=ctas, cluster_size=size) for n in (64, 128))
+        one_per_sm = large if keys > small.block_kv * size and tiling.columns <= 2 * _FEWEST_COLUMNS else small
         if ctas <= most and _fits(tiling_of(problem, one_per_sm)):
             return one_per_sm
+        # Two on an SM also have the registers of few columns.
         if short and fewest and ctas <= Config.num_ctas and _fits(tiling_of(problem, small), _SMEM_BYTES_OF_TWO):
             return small
     return None
 
 
-def _can_share(problem: Problem, cluster_size: int) -> bool:
+def _can_share(tiling: Tiling, cluster_size: int) -> bool:
     """True if clusters of a size may share units, have elements to merge for each thread, and few rows a CTA.
 
     Many rows are bound by products, for which all SMs are wanted.
     """
-    columns = tiling_of(problem, Config(block_kv=64, num_stages=2)).columns
-    allowed = problem.num_splits is None or problem.num_splits >= cluster_size
-    even = problem.head_dim // cluster_size * columns % mosaic.THREADS == 0
-    return allowed and even and columns <= _FEWEST_COLUMNS * cluster_size
+    splits = tiling.problem.num_splits
+    even = tiling.problem.head_dim // cluster_size * tiling.columns % mosaic.THREADS == 0
+    return (splits is None or splits >= cluster_size) and even and tiling.columns <= _FEWEST_COLUMNS * cluster_size
 
 
 def _gains_by_pairs(problem: Problem) -> bool:

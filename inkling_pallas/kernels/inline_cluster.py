@@ -42,7 +42,10 @@ mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;
 
 
 def open_exchange(barrier: Any) -> None:
-    """Makes this CTA's barrier and tells the cluster; for all threads of the CTA, once."""
+    """Makes this CTA's barrier and tells the cluster; for all threads of the CTA, once.
+
+    Warps that take no part in the exchange never wait for the cluster: threads that have ended count as there.
+    """
     _run(_OPEN, "r,r", inline.shared_address(utils.memref_ptr(barrier)), utils.thread_idx())
 
 
@@ -51,6 +54,7 @@ def exchange(barrier: Any, parts: Any, lses: Any, x: Any, lse: Any, rank: Any) -
     here, mine = inline.shared_address(utils.memref_ptr(barrier)), rank.registers.item()
     thread = arith.remui(utils.thread_idx(), i32(inline.THREADS))
     words = sum(math.prod(ir.MemRefType(buffer.type).shape) for buffer in (parts, lses))
+    # Bytes may come before: the phase, the first and only one, stays open until this arrival.
     _run(_EXPECT, "r,r,r", here, thread, i32(_WORD * words))
     _run("barrier.cluster.wait.acquire;", "")  # All barriers are there.
     _send_rows(here, parts, x, mine, ranks=ir.MemRefType(lses.type).shape[0])

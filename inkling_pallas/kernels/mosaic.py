@@ -174,9 +174,9 @@ def exchange(barrier: Any, parts: Any, lses: Any, x: jax.Array, lse: jax.Array, 
 
     Args:
       barrier: int32[2] in plain SMEM, made by `open_exchange`.
-      parts: float32[width, columns] in plain SMEM: rows of this rank's width from each rank.
+      parts: float32[head_dim, columns] in plain SMEM: head_dim / ranks rows from each rank, those that this one merges.
       lses: float32[ranks, columns] in plain SMEM.
-      x: float32[width, columns] in the WGMMA layout.
+      x: float32[head_dim, columns] in the WGMMA layout.
       lse: float32[columns] in the reduced WGMMA layout.
       rank: this CTA's.
     """

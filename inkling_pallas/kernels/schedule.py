@@ -4,7 +4,8 @@ The rows of a sequence are cut into blocks of `token_block` tokens. A *unit* is 
 walks the KV tiles that any of its rows sees. All units of all sequences, one after the other, form a *line*: of each
 unit first a lead, which stands for what starting and ending it costs, then its tiles. CTA c of `num_ctas` takes an
 equal, contiguous share of the line. A *piece* is what a CTA has of one unit; a unit that is cut into several pieces
-needs the combine kernel. Where no unit may be cut, the line is one of units, and CTAs take turns.
+needs the combine kernel. Where no unit may be cut, the line is one of units, and CTAs take turns, or clusters do, whose
+CTAs have an equal share of each unit's tiles.
 
 Everything here is plain arithmetic on int32 scalars or arrays, on a device or on the host.
 """
@@ -196,7 +197,7 @@ def _for_each_unit(
     tiling: Tiling,
     body: Callable[[jax.Array, jax.Array, Piece], None],
 ) -> jax.Array:
-    """Does what `for_each_piece` does where no unit is cut among clusters: of `units` units each has every n-th.
+    """Does what `for_each_piece` does where CTAs, or clusters of them, take whole units in turn, of `units` in all.
 
     What runs at the same time are then neighbours, heads of the same keys, which lie side by side in memory.
     """

@@ -86,10 +86,10 @@ class Tiling:
 
     @property
     def whole_units(self) -> bool:
-        """True if no unit may be cut: the line then counts units and not tiles, and there is nothing to merge.
+        """True if no unit may be cut, but among the CTAs of a cluster: the line then counts units and not tiles.
 
-        Under a window, whose units are short, that is the choice where no CTA gets much more than an equal share of the
-        keys of full windows: cutting costs a second kernel.
+        Nothing is left for a second kernel to merge, whose start costs. Under a window, whose units are short, that is
+        the choice where no CTA gets much more than an equal share of the keys of full windows.
         """
         problem = self.problem
         if self.ranks > 1:

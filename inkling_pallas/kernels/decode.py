@@ -88,15 +88,13 @@ def _copy_pieces(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling:
         # Only now may the others start: fetching their code would hold up this warp's.
         pl.when(place == 0)(lambda: plgpu.barrier_arrive(bars.table_ready))
 
-    total = schedule.for_each_piece(table, cta, tiling, copy_piece)
+    pieces, total = schedule.for_each_piece(table, cta, tiling, copy_piece)
     pl.when(total == 0)(lambda: plgpu.barrier_arrive(bars.table_ready))
     if tiling.interpret:  # It wants every completion of a barrier to be seen.
         for i in range(stages):
             wait_until_free(bars.k_free, total + i)
             wait_until_free(bars.v_free, total + i)
-        units = table.at(4, tiling.problem.batch_size - 1) * tiling.problem.num_kv_heads
-        some = total > 0 if tiling.ranks == 1 else lax.div(cta, tiling.ranks) < units
-        pl.when(some)(lambda: plgpu.barrier_wait(bars.q_free))
+        pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bars.q_free))
 
 
 def _compute(results: Results, smem: Smem, bars: Barriers, tiling: Tiling) -> None:

@@ -39,6 +39,13 @@ class Span(NamedTuple):
     unit_length: jax.Array  # of a unit on the line
 
 
+class Walked(NamedTuple):
+    """What a CTA has walked. int32 scalars."""
+
+    pieces: jax.Array
+    tiles: jax.Array
+
+
 class Piece(NamedTuple):
     """A run of tiles of one unit. int32 scalars; `first_pos` and `kv_len` are in keys of the block table."""
 
@@ -163,8 +170,8 @@ def unit_at(table: Table, position: jax.Array, tiling: Tiling) -> tuple[Span, Pi
 
 def for_each_piece(
     table: Table, cta: jax.Array, tiling: Tiling, body: Callable[[jax.Array, jax.Array, Piece], None]
-) -> jax.Array:
-    """Calls body(pieces before, tiles before, piece) for each piece of a CTA and returns the number of tiles."""
+) -> Walked:
+    """Calls body(pieces before, tiles before, piece) for each piece of a CTA and returns how many there were."""
     line = shares.make_line(table, tiling)
     if tiling.whole_units:
         return _for_each_unit(table, line.length, cta, tiling, body)
@@ -187,7 +194,7 @@ def for_each_piece(
 
     first = find_sequence(table, start, tiling)
     last = jnp.where(stop > start, find_sequence(table, reached - 1, tiling), first - 1)
-    return lax.fori_loop(first, last + 1, visit_units, (jnp.int32(0), jnp.int32(0)))[1]
+    return Walked(*lax.fori_loop(first, last + 1, visit_units, (jnp.int32(0), jnp.int32(0))))
 
 
 def _for_each_unit(
@@ -196,7 +203,7 @@ def _for_each_unit(
     cta: jax.Array,
     tiling: Tiling,
     body: Callable[[jax.Array, jax.Array, Piece], None],
-) -> jax.Array:
+) -> Walked:
     """Does what `for_each_piece` does where CTAs, or clusters of them, take whole units in turn, of `units` in all.
 
     What runs at the same time are then neighbours, heads of the same keys, which lie side by side in memory.
@@ -210,7 +217,7 @@ def _for_each_unit(
         return done + piece.end - piece.begin
 
     mine = lax.div(jnp.maximum(units - cluster + (clusters - 1), 0), clusters)
-    return lax.fori_loop(0, mine, visit, jnp.int32(0))
+    return Walked(mine, lax.fori_loop(0, mine, visit, jnp.int32(0)))
 
 
 def part_of(unit: Piece, rank: jax.Array, tiling: Tiling) -> Piece:

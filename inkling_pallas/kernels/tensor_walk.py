@@ -39,7 +39,7 @@ class Walk(NamedTuple):
             own = piece._replace(first_tile=piece.first_tile + piece.begin)
             body(worklist.tile_from(own, begin, end, tiling), done)
 
-        return schedule.for_each_piece(self.table, self.cta, tiling, attend_piece)
+        return schedule.for_each_piece(self.table, self.cta, tiling, attend_piece).tiles
 
 
 def make(gmem: Any, smem: Any, bars: Any, cta: jax.Array, tiling: TensorTiling, *, fills: bool = False) -> Walk:

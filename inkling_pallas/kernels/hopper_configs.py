@@ -72,23 +72,25 @@ def tiling_of(problem: Problem, config: Config, interpret: bool = False, **more:
         ranks=config.cluster_size,
         **more,
     )
-    if tiling.ranks > 1:
-        _require_clusters(tiling)
+    broken = _broken_rule(tiling)
+    if broken is not None:
+        raise refuse("config", *broken)
     return tiling
 
 
-def _require_clusters(tiling: Tiling) -> None:
-    most, splits = tiling.num_ctas // tiling.ranks, tiling.problem.num_splits
+def _broken_rule(tiling: Tiling) -> tuple[str, Any, str] | None:
+    """Returns what clusters must do and do not, the value, and what to do; None where they may share units."""
+    most, splits, smaller = tiling.num_ctas // tiling.ranks, tiling.problem.num_splits, "Use smaller clusters."
     elements = tiling.rank_width * tiling.columns
+    if tiling.ranks == 1:
+        return None
     if tiling.most_units > most:
-        rule = f"leave a cluster for each of {tiling.most_units} units"
-        raise refuse("config", rule, f"{most} clusters", "Use cluster_size=1.")
+        return f"leave a cluster for each of {tiling.most_units} units", f"{most} clusters", "Use cluster_size=1."
     if splits is not None and splits < tiling.ranks:
-        rule = f"have a cluster_size of at most num_splits = {splits}"
-        raise refuse("config", rule, tiling.ranks, "Use smaller clusters.")
+        return f"have a cluster_size of at most num_splits = {splits}", tiling.ranks, smaller
     if elements % mosaic.THREADS:
-        rule = f"leave each CTA of a cluster a multiple of {mosaic.THREADS} elements to merge"
-        raise refuse("config", rule, elements, "Use smaller clusters.")
+        return f"leave each CTA of a cluster a multiple of {mosaic.THREADS} elements to merge", elements, smaller
+    return None
 
 
 def row_tiling_of(problem: Problem, config: Config, interpret: bool = False) -> RowTiling:
@@ -157,7 +159,10 @@ def _clustered(problem: Problem) -> Config | None:
     reads_fast = problem.batch_size == 1 and problem.head_dim >= 128 and fewest
     for size, most in _CLUSTERED_CTAS.items():
         ctas = tiling.most_units * size
-        if not _can_share(tiling, size) or not (short or (reads_fast and ctas >= _READING_CTAS)):
+        allowed = _broken_rule(dataclasses.replace(tiling, num_ctas=ctas, ranks=size)) is None
+        # Many rows are bound by products, for which all SMs are wanted.
+        few_rows = tiling.columns <= _FEWEST_COLUMNS * size
+        if not (allowed and few_rows and (short or (reads_fast and ctas >= _READING_CTAS))):
             continue
         small, large = (Config(block_kv=n, num_stages=2, num_ctas=ctas, cluster_size=size) for n in (64, 128))
         one_per_sm = large if keys > small.block_kv * size and tiling.columns <= 2 * _FEWEST_COLUMNS else small
@@ -167,16 +172,6 @@ def _clustered(problem: Problem) -> Config | None:
         if short and fewest and ctas <= Config.num_ctas and _fits(tiling_of(problem, small), _SMEM_BYTES_OF_TWO):
             return small
     return None
-
-
-def _can_share(tiling: Tiling, cluster_size: int) -> bool:
-    """True if clusters of a size may share units, have elements to merge for each thread, and few rows a CTA.
-
-    Many rows are bound by products, for which all SMs are wanted.
-    """
-    splits = tiling.problem.num_splits
-    even = tiling.problem.head_dim // cluster_size * tiling.columns % mosaic.THREADS == 0
-    return (splits is None or splits >= cluster_size) and even and tiling.columns <= _FEWEST_COLUMNS * cluster_size
 
 
 def _gains_by_pairs(problem: Problem) -> bool:

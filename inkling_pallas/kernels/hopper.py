@@ -114,7 +114,6 @@ def _attend_pieces(
         out, *lse, part_out, part_lse = refs[len(arrays) :]
         decode.program(inputs, buffers.Results(part_out, part_lse, out, lse[0] if lse else None), smem, bars, tiling)
 
-    cluster: dict[str, Any] = {"cluster": (tiling.ranks,), "cluster_names": ("rank",)} if tiling.ranks > 1 else {}
     part_out, part_lse = mosaic.kernel(
         attend_pieces,
         interpret=interpret,
@@ -122,7 +121,7 @@ def _attend_pieces(
         grid=(tiling.num_ctas // tiling.ranks,),
         grid_names=("cta",),
         num_threads=2,
-        **cluster,
+        **mosaic.in_clusters(tiling.ranks),
         scratch_types={"smem": buffers.smem_types(tiling), "bars": buffers.barrier_types(tiling)},
     )(*arrays, *refs)
     return part_out, part_lse, tuple(jax.freeze(ref) for ref in refs)

@@ -62,6 +62,11 @@ def kernel(body: Any, *, interpret: Any, auto_barriers: bool = True, **kwargs: A
     return plgpu.kernel(body, compiler_params=params, interpret=interpret or None, thread_name="wg", **kwargs)
 
 
+def in_clusters(size: int) -> dict[str, Any]:
+    """Returns the arguments of `kernel` for CTAs in clusters, counted by axis "rank"; none for a size of 1."""
+    return {"cluster": (size,), "cluster_names": ("rank",)} if size > 1 else {}
+
+
 def wait_for_previous_kernel(*, interpret: bool) -> None:
     """Waits until the kernel before this one in the stream is complete; a kernel may be launched before that."""
     if not interpret:

@@ -30,9 +30,6 @@ def attend(
             jax.tree.unflatten(structure, refs[: len(inputs)]), out, lse[0] if lse else None, smem, bars, tiling
         )
 
-    cluster: dict[str, Any] = {}
-    if tiling.cluster_axis is not None:
-        cluster = {"cluster": (tiling.cluster_size,), "cluster_names": (tiling.cluster_axis,)}
     mosaic.kernel(
         attend_tiles,
         interpret=interpret,
@@ -42,6 +39,6 @@ def attend(
         grid_names=("cluster",),
         num_threads=3,
         scratch_types={"smem": prefill_buffers.smem_types(tiling), "bars": prefill_buffers.barrier_types(tiling)},
-        **cluster,
+        **mosaic.in_clusters(tiling.cluster_size),
     )(*inputs, *refs)
     return tuple(jax.freeze(ref) for ref in refs)

@@ -16,8 +16,8 @@ from inkling_pallas import layouts
 from inkling_pallas.cache_cases import in_layout
 from inkling_pallas.cases import Case, build
 from inkling_pallas.catalog import small_cases
-from inkling_pallas.check import judge
-from inkling_pallas.dispatch import BACKENDS, load_backend
+from inkling_pallas.check import interpreted, judge
+from inkling_pallas.dispatch import BACKENDS
 from inkling_pallas.layouts import LAYOUTS
 from inkling_pallas.testing import assert_rows_close
 
@@ -117,14 +117,11 @@ def test_layers_can_be_stacked_and_scanned(layout):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("layout", COMBINED)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_reads_a_layout_or_says_that_it_does_not(backend, layout, monkeypatch):
-    module = load_backend(backend)
-    if backend != "portable":  # A card's CTAs, which the interpreter runs one by one.
-        chosen, few = module.choose_config, {"num_ctas": 3} | ({"cluster_size": 1} if backend == "hopper" else {})
-        monkeypatch.setattr(module, "choose_config", lambda problem: dataclasses.replace(chosen(problem), **few))
+def test_a_backend_reads_a_layout_or_says_that_it_does_not(backend, layout):
+    operator = ip.inkling_rel_attention if backend == "portable" else interpreted(ip.inkling_rel_attention)
     case = Case(name="read", kind="decode", q_lens=(1,), kv_lens=(300,), num_kv_heads=1, layout=layout)
     try:
-        failure = judge(case, backend=backend, interpret=backend != "portable").failure
+        failure = judge(case, operator, backend=backend).failure
     except NotImplementedError as refusal:
         failure = "" if "layout" in str(refusal) else str(refusal)
     assert failure == ""

@@ -151,9 +151,9 @@ def test_two_ctas_share_an_sm_where_units_are_many_and_short():
 
 
 def test_a_cta_of_one_tile_has_two_stages():
-    few = make_problem(4, 1, batch=4, max_blocks=16)
+    few = dataclasses.replace(make_problem(8, 1, batch=2, local=True), window_left=2000)
     assert hopper.choose_config(few) == hopper.Config(block_kv=64, num_stages=2)
-    assert hopper.choose_config(dataclasses.replace(few, head_dim=64, batch_size=16)).block_kv == 128
+    assert hopper.choose_config(dataclasses.replace(few, batch_size=16)).num_stages > 2
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ _COMMANDS = {
     "serve-sim": "continuous batching over the requests of a trace, checked against the oracle",
 }
 _MODULES = {
-    "demo": "demo",
-    "check": "check_command",
-    "bench": "benchmark",
-    "report": "report",
-    "bench-context": "context_benchmark",
-    "bench-write": "write_benchmark",
-    "serve-sim": "serve_sim",
+    "demo": "serving.demo",
+    "check": "testing.command",
+    "bench": "bench.command",
+    "report": "bench.report",
+    "bench-context": "bench.context",
+    "bench-write": "bench.write_kv",
+    "serve-sim": "serving.simulate",
 }
 
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from inkling_pallas.cache import PagedKVCache
-from inkling_pallas.call import BatchPlan, check_call, planned_problem
-from inkling_pallas.contents import check_batch_contents, check_shifts
-from inkling_pallas.dispatch import Choice, Explanation, choose, load_backend, require_device, warn_on_fallback
-from inkling_pallas.errors import refuse
-from inkling_pallas.problem import Lengths, Operands, Problem
-from inkling_pallas.sheared import ShearedLogits
-from inkling_pallas.splits import default_device, device_capability
+from inkling_pallas.core.checked_call import BatchPlan, check_call, planned_problem
+from inkling_pallas.core.devices import default_device, device_capability
+from inkling_pallas.core.dispatch import Choice, Explanation, choose, load_backend, require_device, warn_on_fallback
+from inkling_pallas.core.errors import refuse
+from inkling_pallas.core.host_checks import check_batch_contents, check_shifts
+from inkling_pallas.core.paged_cache import PagedKVCache
+from inkling_pallas.core.problem import Lengths, Operands, Problem
+from inkling_pallas.core.sheared_layout import ShearedLogits
 
 
 class _Static(NamedTuple):
@@ -146,7 +146,7 @@ def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Ba
       NotImplementedError: likewise.
 
     Example:
-      >>> from inkling_pallas.cases import Case, build
+      >>> from inkling_pallas.testing.cases import Case, build
       >>> call = build(Case(name="two", kind="example", q_lens=(3, 1), kv_lens=(3, 40)))
       >>> plan = plan_batch(**call)
       >>> inkling_rel_attention(**call, plan=plan).shape
@@ -177,7 +177,7 @@ def check_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> N
         contents; it only makes them safe.
 
     Example:
-      >>> from inkling_pallas.cases import Case, build
+      >>> from inkling_pallas.testing.cases import Case, build
       >>> call = build(Case(name="two", kind="example", q_lens=(3, 1), kv_lens=(3, 40)))
       >>> check_batch(**call)
       >>> check_batch(**{**call, "cache_seqlens": call["cache_seqlens"] + 100})
@@ -202,7 +202,7 @@ def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Expla
       **arguments: its other arguments.
 
     Example:
-      >>> from inkling_pallas.cases import Case, build
+      >>> from inkling_pallas.testing.cases import Case, build
       >>> call = build(Case(name="two", kind="example", q_lens=(3, 1), kv_lens=(3, 40)))
       >>> explain(**call, backend="portable").backend
       'portable'

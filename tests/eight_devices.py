@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import inkling_pallas as ip
-from inkling_pallas import context_benchmark, relative, sharding
-from inkling_pallas.cases import Case, build
-from inkling_pallas.context import ContextShards
+from inkling_pallas.bench import context
+from inkling_pallas.parallel import merge as relative
+from inkling_pallas.parallel import mesh as sharding
+from inkling_pallas.parallel.context import ContextShards
 from inkling_pallas.testing import assert_rows_close
+from inkling_pallas.testing.cases import Case, build
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -165,14 +167,14 @@ def check_bench_context_is_green_and_can_be_red():
     sizes = "--keys 700 --batch 2 --heads 4 --kv-heads 2 --head-dim 32 --extent 64 --block-size 16 --repeats 1"
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         argv = [*sizes.split(), "--devices", "4", "--out", folder]
-        assert context_benchmark.main(argv) == 0
+        assert context.main(argv) == 0
         (path,) = pathlib.Path(folder).iterdir()
         result = json.loads(path.read_text())["result"]
         assert result["devices"] == 4
         assert result["speedup"] == round(result["one_us"] / result["all_us"], 3)
         assert result["margin"] > 5
         with without("kv_offset"):
-            assert context_benchmark.main(argv) == 1
+            assert context.main(argv) == 1
         assert json.loads(path.read_text())["result"]["speedup"] is None
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.call import check_call
-from inkling_pallas.cases import Case, build
+from inkling_pallas.core.checked_call import check_call
 from inkling_pallas.kernels import hopper
-from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.testing import assert_rows_close
+from inkling_pallas.testing.cases import Case, build
+from inkling_pallas.testing.reference import reference_rel_attention
 
 LIMITS = {"bfloat16": 6e-3, "float16": 1.5e-3}
 _LEFT_OUT = ("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_seqlens", "out")

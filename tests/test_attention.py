@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas import attention, dispatch
-from inkling_pallas.cases import Case, build
+from inkling_pallas import attention
+from inkling_pallas.core import dispatch
 from inkling_pallas.testing import assert_rows_close
+from inkling_pallas.testing.cases import Case, build
 
 _MIXED = Case(name="mixed", kind="attention", q_lens=(33, 1, 7), kv_lens=(70, 200, 7), padding_rows=3)
 _LIMIT = 8e-3

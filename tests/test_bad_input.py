@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas.cases import Case, build
+from inkling_pallas.testing.cases import Case, build
 
 # ruff: noqa: E501 - a message stands here as the user sees it, in one piece
 _CALL = build(Case(name="input", kind="input", q_lens=(3, 2), kv_lens=(20, 40), rel_extent=8, head_dim=64))

@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inkling_pallas as ip
+from inkling_pallas.serving.warmup import padding_batch
 from inkling_pallas.testing import assert_rows_close
-from inkling_pallas.warm import padding_batch
 
 LADDERS = ip.Buckets(num_tokens=(4, 8, 20), batch_size=(2, 5), max_seqlen_q=(1, 4, 16), max_blocks=(4, 32))
 STATIC: dict[str, Any] = {"softmax_scale": 1 / 16, "causal": True, "window_size": (-1, -1), "rel_extent": 8}
@@ -313,7 +313,7 @@ class Running:
 
 def trace_path() -> Path:
     """Returns the trace to serve: the shipped one, or what INKLING_TRACE names."""
-    return Path(os.environ.get("INKLING_TRACE") or str(resources.files(ip) / "data" / "requests.csv"))
+    return Path(os.environ.get("INKLING_TRACE") or str(resources.files(ip) / "serving" / "data" / "requests.csv"))
 
 
 def arrivals(path: Path) -> list[tuple[float, Running]]:

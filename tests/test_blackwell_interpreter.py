@@ -11,13 +11,14 @@ from interpreted import LIMITS
 from test_sheared import shear_call
 
 import inkling_pallas as ip
-from inkling_pallas import dispatch
-from inkling_pallas.cache_cases import before_write
-from inkling_pallas.call import check_call
-from inkling_pallas.cases import Case, build
-from inkling_pallas.kernels import blackwell, tensor_softmax
-from inkling_pallas.reference import reference_rel_attention
+from inkling_pallas.core import dispatch
+from inkling_pallas.core.checked_call import check_call
+from inkling_pallas.kernels import blackwell
+from inkling_pallas.kernels.phases import bias
 from inkling_pallas.testing import assert_rows_close, row_errors
+from inkling_pallas.testing.cache_cases import before_write
+from inkling_pallas.testing.cases import Case, build
+from inkling_pallas.testing.reference import reference_rel_attention
 
 # The interpreter multiplies tiles with NumPy, which warns of the infinities that masks remove.
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
@@ -103,8 +104,8 @@ def test_writes_float32_into_the_array_given_as_out():
 
 
 def test_a_bias_one_step_off_is_red(monkeypatch):
-    call, shift_of = build(small("broken", (3,), (40,), rel_extent=64)), tensor_softmax.shift_of
-    monkeypatch.setattr(tensor_softmax, "shift_of", lambda position, extent: shift_of(position + 8 - 1, extent))
+    call, shift_of = build(small("broken", (3,), (40,), rel_extent=64)), bias.shift_of
+    monkeypatch.setattr(bias, "shift_of", lambda position, extent: shift_of(position + 8 - 1, extent))
     out, _ = attend(shear_call(call), TILES)
     assert row_errors(out, reference_rel_attention(**call)).max() > LIMITS["bfloat16"]
 

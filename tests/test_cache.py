@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas import layouts
-from inkling_pallas.cache_cases import in_layout
-from inkling_pallas.cases import Case, build
-from inkling_pallas.catalog import small_cases
-from inkling_pallas.check import interpreted, judge
-from inkling_pallas.dispatch import BACKENDS
-from inkling_pallas.layouts import LAYOUTS
+from inkling_pallas.core import cache_layouts
+from inkling_pallas.core.cache_layouts import LAYOUTS
+from inkling_pallas.core.dispatch import BACKENDS
 from inkling_pallas.testing import assert_rows_close
+from inkling_pallas.testing.cache_cases import in_layout
+from inkling_pallas.testing.cases import Case, build
+from inkling_pallas.testing.catalog import small_cases
+from inkling_pallas.testing.judge import interpreted, judge
 
 COMBINED = ("packed", "interleaved")
 CASE = Case(name="layouts", kind="chunked prefill", q_lens=(11, 5), kv_lens=(200, 75), padding_rows=3)
@@ -170,7 +170,7 @@ def test_a_call_that_copies_the_cache_is_caught(layout):
     [("packed", "swapped"), ("interleaved", "swapped"), ("packed", "shifted head"), ("interleaved", "shifted values")],
 )
 def test_a_wrong_reading_of_a_layout_is_caught(layout, fault, monkeypatch):
-    right = layouts.split
+    right = cache_layouts.split
 
     def wrong(layout: str, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         k, v = right(layout, arrays)
@@ -178,7 +178,7 @@ def test_a_wrong_reading_of_a_layout_is_caught(layout, fault, monkeypatch):
             return v, k
         return (jnp.roll(k, 1, axis=-2), v) if fault == "shifted head" else (k, jnp.roll(v, 1, axis=-1))
 
-    monkeypatch.setattr(layouts, "split", wrong)
+    monkeypatch.setattr(cache_layouts, "split", wrong)
     jax.clear_caches()
     try:
         assert judge(dataclasses.replace(CASE, layout=layout)).red

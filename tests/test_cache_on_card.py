@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import inkling_pallas as ip
-from inkling_pallas.layouts import LAYOUTS
+from inkling_pallas.core.cache_layouts import LAYOUTS
 
 LAYERS, PAGES, ROWS = 2, 20_000, 32
 BUCKETS = ip.Buckets(num_tokens=(ROWS,), batch_size=(2,), max_seqlen_q=(ROWS,), max_blocks=(64,))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from inkling_pallas import catalog, check, contract
-from inkling_pallas.cases import Case
+from inkling_pallas.testing import catalog, judge, promises
+from inkling_pallas.testing.cases import Case
 
 # Rows that see a single key give its value, whatever the bias: no probe can have a margin there.
 _NO_MARGIN = {"zero_keys", "zero_padding"}
@@ -14,9 +14,9 @@ def _id(case: Case) -> str:
 
 
 def _judge(case: Case) -> None:
-    verdict = check.judge(case, backend="portable")
+    verdict = judge.judge(case, backend="portable")
     assert not verdict.red, verdict.failure
-    assert verdict.margin >= check.MIN_MARGIN or case.name in _NO_MARGIN
+    assert verdict.margin >= judge.MIN_MARGIN or case.name in _NO_MARGIN
 
 
 @pytest.mark.parametrize("case", catalog.small_cases(), ids=_id)
@@ -30,9 +30,9 @@ def test_full_case(case):
     _judge(case)
 
 
-@pytest.mark.parametrize("kind", contract.CONTRACT_CHECKS)
+@pytest.mark.parametrize("kind", promises.CONTRACT_CHECKS)
 def test_contract(kind):
-    contract.CONTRACT_CHECKS[kind]("portable")
+    promises.CONTRACT_CHECKS[kind]("portable")
 
 
 def test_each_kind_has_both_forms_and_names_are_unique():

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from inkling_pallas import check, check_command, demo
 from inkling_pallas.__main__ import main
 from inkling_pallas.kernels import blackwell, hopper
-from inkling_pallas.trace import TraceError, read_trace
+from inkling_pallas.serving import demo
+from inkling_pallas.serving.trace import TraceError, read_trace
+from inkling_pallas.testing import command, judge
 
 _QUICK = ["--requests", "3", "--chunk", "16", "--decode-steps", "1", "--global-extent", "32", "--local-extent", "32"]
 
@@ -110,7 +111,7 @@ def test_check_shows_margins(capsys):
 
 
 def test_check_is_red_when_a_backend_is(capsys, monkeypatch):
-    monkeypatch.setattr(check_command, "judge", _broken)
+    monkeypatch.setattr(command, "judge", _broken)
     assert main(["check", "--kind", "decode", "--backend", "portable"]) == 1
     assert "1 red" in capsys.readouterr().out
 
@@ -118,9 +119,9 @@ def test_check_is_red_when_a_backend_is(capsys, monkeypatch):
 def _broken(case, operator, backend):
     import numpy as np
 
-    from inkling_pallas import check
+    from inkling_pallas.testing import judge
 
-    return check.judge(
+    return judge.judge(
         case, lambda **c: operator(**{**c, "rel_logits": np.zeros_like(c["rel_logits"])}), backend=backend
     )
 
@@ -144,8 +145,8 @@ def test_check_explains_bad_options(capsys):
 def test_an_interpreted_kernel_has_few_ctas_and_keeps_few_clusters(monkeypatch):
     def config_of(config):
         seen = []
-        monkeypatch.setattr(check, "explain", lambda **call: SimpleNamespace(config=config))
-        check.interpreted(lambda **call: seen.append(call["config"]))()
+        monkeypatch.setattr(judge, "explain", lambda **call: SimpleNamespace(config=config))
+        judge.interpreted(lambda **call: seen.append(call["config"]))()
         return seen[0]
 
     clusters = hopper.Config(block_kv=64, num_stages=2, num_ctas=16, cluster_size=8)
@@ -166,11 +167,11 @@ def test_check_interprets_a_kernel_whose_card_is_not_there(monkeypatch, capsys):
         raise NotImplementedError("not now")
 
     monkeypatch.setenv("NPROC", "16")
-    monkeypatch.setattr(check_command, "judge", judge)
+    monkeypatch.setattr(command, "judge", judge)
     assert main(["check", "--backend", "blackwell", "--kind", "decode"]) == 0
     assert "no card for blackwell here; the Pallas interpreter runs its small cases" in capsys.readouterr().out
     assert [(name, how) for name, _, how in judged] == [("small_decode", {"backend": "blackwell"})]
-    assert all(operator is not check_command.inkling_rel_attention for _, operator, _ in judged)
+    assert all(operator is not command.inkling_rel_attention for _, operator, _ in judged)
 
 
 def test_the_module_is_a_command():

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from inkling_pallas import catalog, check, contract, inkling_rel_attention
-from inkling_pallas.cases import Case
+from inkling_pallas import inkling_rel_attention
+from inkling_pallas.testing import catalog, judge, promises
+from inkling_pallas.testing.cases import Case
 
 _CASE = Case(
     name="gate",
@@ -75,8 +76,8 @@ def _broken(change):
 @pytest.mark.parametrize("what", _BROKEN_CALLS)
 def test_a_broken_variant_is_red(what):
     case, change = _BROKEN_CALLS[what]
-    assert not check.judge(case).red
-    assert check.judge(case, _broken(change)).red
+    assert not judge.judge(case).red
+    assert judge.judge(case, _broken(change)).red
 
 
 def test_an_ignored_split_is_red():
@@ -85,22 +86,22 @@ def test_an_ignored_split_is_red():
         later = np.asarray(call["kv_offset"])[0] > 0
         return out, np.full_like(lse, -np.inf) if later else lse
 
-    assert not check.judge(_PARTS).red
-    assert check.judge(_PARTS, first_part_only).red
+    assert not judge.judge(_PARTS).red
+    assert judge.judge(_PARTS, first_part_only).red
 
 
 @pytest.mark.parametrize(
     "case", [case for case in catalog.small_cases() if case.kind == "spike probe"], ids=lambda c: c.name
 )
 def test_a_spike_off_by_one_key_is_red(case):
-    assert check.judge(case, _broken(lambda call: {"rel_logits": _shift(call["rel_logits"], 1)})).red
+    assert judge.judge(case, _broken(lambda call: {"rel_logits": _shift(call["rel_logits"], 1)})).red
 
 
 def test_a_long_cache_hides_the_bias_from_all_but_the_spike():
     one_head = Case(name="gate_long", kind="gate", q_lens=(1,), kv_lens=(65536,), num_heads=1, num_kv_heads=1)
     long = dataclasses.replace(one_head, rel_extent=1, block_size=128)
     dropped = _broken(lambda call: {"rel_logits": np.zeros_like(call["rel_logits"])})
-    verdict = check.judge(long, dropped)
+    verdict = judge.judge(long, dropped)
     assert verdict.red
     assert "spike" in verdict.failure
 
@@ -110,7 +111,7 @@ def test_a_wrong_lse_is_red():
         out, lse = inkling_rel_attention(**call)
         return out, lse / np.float32(np.log(2))
 
-    assert "LSE" in check.judge(_CASE, base_two).failure
+    assert "LSE" in judge.judge(_CASE, base_two).failure
 
 
 def test_a_row_that_leaks_between_sequences_is_red():
@@ -119,7 +120,7 @@ def test_a_row_that_leaks_between_sequences_is_red():
         alone = call["cu_seqlens_q"][1] == call["cu_seqlens_q"][-1]
         return (out.at[0].set(0) if alone else out), lse
 
-    assert "alone" in check.judge(_CASE, leaking).failure
+    assert "alone" in judge.judge(_CASE, leaking).failure
 
 
 def test_nan_in_a_row_without_keys_is_red():
@@ -129,10 +130,10 @@ def test_nan_in_a_row_without_keys_is_red():
         out, lse = inkling_rel_attention(**call)
         return out.at[0].set(np.nan), lse
 
-    assert check.judge(case, careless).red
+    assert judge.judge(case, careless).red
 
 
-@pytest.mark.parametrize("promise", [contract.bad_contents, contract.growing_cache, contract.repeatable])
+@pytest.mark.parametrize("promise", [promises.bad_contents, promises.growing_cache, promises.repeatable])
 def test_a_broken_promise_is_named(promise):
     calls = 0
 
@@ -144,5 +145,5 @@ def test_a_broken_promise_is_named(promise):
         broken = first + first.dtype.type(calls)
         return (broken, result[1]) if isinstance(result, tuple) else broken
 
-    with pytest.raises(contract.ContractError):
+    with pytest.raises(promises.ContractError):
         promise("portable", wrong_more_each_time)

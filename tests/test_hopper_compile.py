@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from inkling_pallas.core.cache_layouts import CacheDims, array_shape
+from inkling_pallas.core.problem import Lengths, Operands, Problem
+from inkling_pallas.core.sheared_layout import ShearedLogits
 from inkling_pallas.kernels import hopper
-from inkling_pallas.layouts import CacheDims, array_shape
-from inkling_pallas.problem import Lengths, Operands, Problem
-from inkling_pallas.sheared import ShearedLogits
+from inkling_pallas.kernels.hopper import configs
 
 pytestmark = pytest.mark.lowering
 
@@ -109,12 +110,12 @@ def _kernels(problem):
     config = hopper.choose_config(problem)
     if config.program == "decode":
         return _decode_kernels(problem, config)
-    few = 0 if config.few_rows is None else _decode_kernels(hopper.few_rows_of(problem), config.few_rows)
+    few = 0 if config.few_rows is None else _decode_kernels(configs.few_rows_of(problem), config.few_rows)
     return 2 + few  # One lists the tiles.
 
 
 def _decode_kernels(problem, config):
-    return 1 if hopper.tiling_of(problem, config).whole_units else 2
+    return 1 if configs.tiling_of(problem, config).whole_units else 2
 
 
 @pytest.mark.parametrize("name", LOWERED)
@@ -190,15 +191,15 @@ def test_clusters_share_units_that_are_few_and_short_or_of_one_sequence(facts, s
 def test_refuses_clusters_that_are_too_few_or_too_large():
     call = make_problem(64, 16, batch=1, local=True)
     with pytest.raises(ValueError, match="config must leave a cluster for each of 16 units; got 15 clusters"):
-        hopper.tiling_of(call, hopper.Config(block_kv=64, num_stages=2, num_ctas=60, cluster_size=4))
+        configs.tiling_of(call, hopper.Config(block_kv=64, num_stages=2, num_ctas=60, cluster_size=4))
     with pytest.raises(ValueError, match="config must have a cluster_size of at most num_splits = 3; got 4"):
-        hopper.tiling_of(
+        configs.tiling_of(
             dataclasses.replace(call, num_splits=3),
             hopper.Config(block_kv=64, num_stages=2, num_ctas=64, cluster_size=4),
         )
     narrow = dataclasses.replace(call, head_dim=64)
     with pytest.raises(ValueError, match="leave each CTA of a cluster a multiple of 128 elements to merge; got 64"):
-        hopper.tiling_of(narrow, hopper.Config(block_kv=64, num_stages=2, num_ctas=128, cluster_size=8))
+        configs.tiling_of(narrow, hopper.Config(block_kv=64, num_stages=2, num_ctas=128, cluster_size=8))
 
 
 # Problem, most registers of the attention kernel, most bytes spilled.

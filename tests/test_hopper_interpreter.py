@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from interpreted import LIMITS
 
-from inkling_pallas.call import check_call
-from inkling_pallas.cases import Case, build
+from inkling_pallas.core.checked_call import check_call
 from inkling_pallas.kernels import hopper
+from inkling_pallas.testing.cases import Case, build
 
 # The interpreter multiplies tiles with NumPy, which warns of the infinities that masks remove.
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]

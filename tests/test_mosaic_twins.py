@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import epilogue, mosaic
+from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels.phases import epilogue
 
 WAYS = [
     pytest.param(True, id="twin", marks=pytest.mark.interpreter),

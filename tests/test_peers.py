@@ -10,10 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from inkling_pallas import peer_call, peer_paged, peer_workers, torch_inputs, torch_peers, workloads
-from inkling_pallas.cases import Case
-from inkling_pallas.reference import reference_rel_attention
+from inkling_pallas.bench import workloads
+from inkling_pallas.bench.peers import base, jax_paged, torch_inputs, torch_peers
+from inkling_pallas.bench.peers import worker as peer_workers
 from inkling_pallas.testing import row_errors
+from inkling_pallas.testing.cases import Case
+from inkling_pallas.testing.reference import reference_rel_attention
 
 DECODE = Case(
     name="decode",
@@ -50,7 +52,7 @@ def test_the_paged_kernel_of_jax_computes_decode_without_the_bias(window):
     case = dataclasses.replace(DECODE, kv_lens=kv_lens, window_size=window)
     arguments = workloads.device_inputs(case, seed=0)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        call, form, rows = peer_paged.jax_paged_nobias(case, [arguments], interpret=True)
+        call, form, rows = jax_paged.jax_paged_nobias(case, [arguments], interpret=True)
         assert rows is not None
         result = rows(call(0))
     without = dict(arguments, rel_logits=arguments["rel_logits"] * 0)
@@ -64,21 +66,21 @@ def test_the_paged_kernel_says_what_it_lacks():
         ({"window_size": (20, 0)}, "starts inside a page"),
     ):
         case = dataclasses.replace(DECODE, **changes)
-        with pytest.raises(peer_call.PeerSkippedError, match=reason):
-            peer_paged.jax_paged_nobias(case, [workloads.device_inputs(case, seed=0)], interpret=True)
+        with pytest.raises(base.PeerSkippedError, match=reason):
+            jax_paged.jax_paged_nobias(case, [workloads.device_inputs(case, seed=0)], interpret=True)
 
 
 def test_a_worker_answers_tells_reasons_and_may_end(echo):
     assert echo.ask('{"us": 12.5}') == 12.5
-    with pytest.raises(peer_call.PeerSkippedError, match=r"^no room$"):
+    with pytest.raises(base.PeerSkippedError, match=r"^no room$"):
         echo.ask('{"reason": "no room"}')
-    with pytest.raises(peer_call.PeerSkippedError, match="gave no answer within 20 s, or ended"):
+    with pytest.raises(base.PeerSkippedError, match="gave no answer within 20 s, or ended"):
         echo.ask("end", seconds=20)
 
 
 def test_a_silent_worker_is_given_up(echo):
     start = time.monotonic()
-    with pytest.raises(peer_call.PeerSkippedError, match=r"gave no answer within 0\.2 s"):
+    with pytest.raises(base.PeerSkippedError, match=r"gave no answer within 0\.2 s"):
         echo.ask("silence", seconds=0.2)
     assert time.monotonic() - start < 10
 
@@ -96,7 +98,7 @@ def test_each_worker_adds_a_time_or_a_reason(monkeypatch):
 
     def start(name):
         if name == "absent":
-            raise peer_call.PeerSkippedError("not installed")
+            raise base.PeerSkippedError("not installed")
         return Made()
 
     closed = []
@@ -113,7 +115,7 @@ def test_each_worker_adds_a_time_or_a_reason(monkeypatch):
 
 
 def test_without_a_card_no_worker_is_started():
-    with pytest.raises(peer_call.PeerSkippedError, match="flex_rel needs an NVIDIA GPU"):
+    with pytest.raises(base.PeerSkippedError, match="flex_rel needs an NVIDIA GPU"):
         peer_workers.Worker.start("flex_rel")
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas import picture_data as data
-from inkling_pallas import pictures
-from inkling_pallas.cases import Case, build, part_of
+from inkling_pallas.plots import call as pictures
+from inkling_pallas.plots import call_data as data
+from inkling_pallas.testing.cases import Case, build, part_of
 
 EXAMPLE = pictures.example_call()
 CASES = (

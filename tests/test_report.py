@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas import measurement_plots, measurements, phase_data, phase_pictures, pictures, report, workloads
-from inkling_pallas.cases import Case, build
+from inkling_pallas.bench import plots, report, series, workloads
+from inkling_pallas.plots import call as pictures
+from inkling_pallas.plots import kernel as phase_pictures
+from inkling_pallas.plots import kernel_data
+from inkling_pallas.testing.cases import Case, build
 
 ROOT = Path(__file__).parent.parent
-RESULTS = measurements.load_results(ROOT / "notebooks" / "results")
+RESULTS = series.load_results(ROOT / "notebooks" / "results")
 
 
 def case_of(name, us, **facts):
@@ -58,19 +61,19 @@ def test_a_changed_result_or_table_is_noticed():
 
 
 def test_a_case_that_was_not_timed_stands_in_the_table():
-    table = measurements.markdown_table(MADE["decode"])
+    table = series.markdown_table(MADE["decode"])
     assert "| dec_g_b1_8k | - | - | - | - | not timed: too slow |" in table
     assert "| dec_g_b8_8k | 60.0 | 30.0 | 0.500 | - | 0.500 of floor, >= 0.88 MISSED |" in table
 
 
 def test_sweeps_hold_the_cases_in_order():
-    cases = measurements.all_cases(MADE)
-    assert [point.x for point in measurements.by_keys(cases)["global, heads 64/8"]] == [1024, 8192, 65536]
-    assert [point.x for point in measurements.by_batch(cases)["global, heads 64/8"]] == [1, 2, 4, 8]
-    assert [point.x for point in measurements.by_rows(cases)["local, heads 64/16"]] == [1024, 2048]
+    cases = series.all_cases(MADE)
+    assert [point.x for point in series.by_keys(cases)["global, heads 64/8"]] == [1024, 8192, 65536]
+    assert [point.x for point in series.by_batch(cases)["global, heads 64/8"]] == [1, 2, 4, 8]
+    assert [point.x for point in series.by_rows(cases)["local, heads 64/16"]] == [1024, 2048]
     results = {"local": results_of("local", case_of("skew_g", 1.0)), **MADE}  # Its pair is of another run.
-    assert [(a["us"], b["us"]) for a, b in measurements.skew_pairs(results)] == [(300.0, 290.0)]
-    assert [(a["name"], b["name"]) for a, b in measurements.skew_pairs(MADE)] == [("skew_g", "even32_g")]
+    assert [(a["us"], b["us"]) for a, b in series.skew_pairs(results)] == [(300.0, 290.0)]
+    assert [(a["name"], b["name"]) for a, b in series.skew_pairs(MADE)] == [("skew_g", "even32_g")]
 
 
 def test_report_writes_tables_and_plots(tmp_path, capsys):
@@ -95,17 +98,17 @@ def test_report_writes_tables_and_plots(tmp_path, capsys):
 
 
 def test_plots_say_what_they_show():
-    costs = measurement_plots.plot_costs(MADE, measurement_plots.DARK)
+    costs = plots.plot_costs(MADE, plots.DARK)
     titles = [axes.get_title(loc="left") for axes in costs.axes]
     assert titles == ["Decode of one sequence", "Decode of 8,192 keys each", "Prefill of one sequence"]
-    peers = measurement_plots.plot_peers(MADE["scaling"])
+    peers = plots.plot_peers(MADE["scaling"])
     assert [text.get_text() for text in peers.axes[0].get_legend().get_texts()] == ["a_nobias"]
 
 
 def test_bands_cover_the_tiles_that_rows_see_and_no_others():
     for window in (None, 40):
-        batch = phase_data.Batch(q_lens=(40, 1, 17), kv_lens=(300, 90, 17), rel_extent=64, window_left=window)
-        parts = phase_data.prefill_bands(batch, block_kv=64)
+        batch = kernel_data.Batch(q_lens=(40, 1, 17), kv_lens=(300, 90, 17), rel_extent=64, window_left=window)
+        parts = kernel_data.prefill_bands(batch, block_kv=64)
         rows = [row for part in parts for row in range(part.row, part.row + part.tokens)]
         assert sorted(rows) == list(range(58))
         for part in parts:
@@ -118,7 +121,7 @@ def test_bands_cover_the_tiles_that_rows_see_and_no_others():
 @pytest.mark.parametrize(("first_pos", "first_key"), [(90, 64), (200, 64), (64, 64), (500, 64)])
 def test_the_gathered_tile_is_the_formula(first_pos, first_key):
     table = np.random.default_rng(0).normal(size=(4, 96)).astype(np.float32)
-    gather = phase_data.gather_tile(table, first_pos=first_pos, first_key=first_key, keys=64)
+    gather = kernel_data.gather_tile(table, first_pos=first_pos, first_key=first_key, keys=64)
     dist = first_pos + np.arange(4)[:, None] - first_key - np.arange(64)
     expected = np.where((dist >= 0) & (dist < 96), table[np.arange(4)[:, None], np.clip(dist, 0, 95)], 0)
     np.testing.assert_array_equal(gather.tile, expected)
@@ -129,7 +132,7 @@ def test_the_gathered_tile_is_the_formula(first_pos, first_key):
 @pytest.mark.parametrize("first_pos", [90, 3, 200])
 def test_a_sheared_row_holds_the_bias_of_each_key(first_pos):
     table = np.random.default_rng(0).normal(size=(9, 24)).astype(np.float32)
-    sheared = phase_data.shear_table(table, first_pos=first_pos)
+    sheared = kernel_data.shear_table(table, first_pos=first_pos)
     assert not np.any(sheared.first_keys % 8)
     dist = first_pos + np.arange(9)[:, None] - sheared.first_keys[:, None] - np.arange(sheared.table.shape[1])
     expected = np.where((dist >= 0) & (dist < 24), table[np.arange(9)[:, None], np.clip(dist, 0, 23)], 0)
@@ -137,8 +140,8 @@ def test_a_sheared_row_holds_the_bias_of_each_key(first_pos):
 
 
 def test_shares_cut_the_line_into_equal_parts():
-    batch = phase_data.Batch(q_lens=(1, 1, 1), kv_lens=(1500, 200, 90))
-    shares = phase_data.decode_shares(batch, num_ctas=12)
+    batch = kernel_data.Batch(q_lens=(1, 1, 1), kv_lens=(1500, 200, 90))
+    shares = kernel_data.decode_shares(batch, num_ctas=12)
     unit = [(share.sequence, share.head) for share in shares]
     starts = [before != after for before, after in zip([None, *unit], unit, strict=False)]  # of units, a position each
     ends = [0, *(share.end for share in shares)]
@@ -151,7 +154,7 @@ def test_shares_cut_the_line_into_equal_parts():
 
 def test_merging_parts_gives_the_row_over_all_keys():
     call = build(Case(name="merge", kind="", q_lens=(1,), kv_lens=(200,), dtype="float32", head_dim=64, poison=()))
-    merge = phase_data.merge_row(call, token=0, head=1, num_parts=3)
+    merge = kernel_data.merge_row(call, token=0, head=1, num_parts=3)
     np.testing.assert_allclose(merge.merged, merge.whole, atol=1e-6)
     assert merge.weights.sum() == pytest.approx(1.0, abs=1e-5)
 
@@ -165,13 +168,13 @@ def test_pages_may_move_without_a_change_of_bits():
 
 def test_each_picture_of_a_phase_shows_itself():
     call = build(Case(name="merge", kind="", q_lens=(1,), kv_lens=(100,), dtype="float32", head_dim=64, poison=()))
-    batch = phase_data.Batch(q_lens=(16,), kv_lens=(200,), rel_extent=64)
+    batch = kernel_data.Batch(q_lens=(16,), kv_lens=(200,), rel_extent=64)
     figures = [
         phase_pictures.plot_prefill_bands(batch),
-        phase_pictures.plot_gather(phase_data.gather_tile(np.ones((2, 16)), first_pos=9, first_key=0, keys=64)),
+        phase_pictures.plot_gather(kernel_data.gather_tile(np.ones((2, 16)), first_pos=9, first_key=0, keys=64)),
         phase_pictures.plot_shares(batch, num_ctas=3),
         phase_pictures.plot_sheared(np.ones((2, 16)), first_pos=9),
-        phase_pictures.plot_merge(phase_data.merge_row(call, token=0, head=0, num_parts=2)),
+        phase_pictures.plot_merge(kernel_data.merge_row(call, token=0, head=0, num_parts=2)),
         phase_pictures.plot_buckets([3, 5, 17, 3]),
     ]
     assert all(figure._repr_png_().startswith(b"\x89PNG") for figure in figures)

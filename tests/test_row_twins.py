@@ -6,7 +6,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_mosaic_twins import WAYS, expect, numbers, result, run
 
-from inkling_pallas.kernels import mosaic, rows
+from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels.mosaic import wgmma_rows
 
 
 def through_smem(read, way, x, *shape):
@@ -27,7 +28,7 @@ def test_load(way, dtype, group, pitch, width):
     tokens = 8 if group == 8 else 16
     x = numbers(tokens, group, pitch, dtype=dtype)
     live = tokens * group
-    actual = through_smem(lambda ref: rows.load(ref, live, width, interpret=bool(way)), way, x, 64, width)
+    actual = through_smem(lambda ref: wgmma_rows.load(ref, live, width, interpret=bool(way)), way, x, 64, width)
     flat = np.asarray(x, np.float32).reshape(live, pitch)[:, :width]
     expect(actual, flat[np.minimum(np.arange(64), live - 1)])
 
@@ -40,7 +41,7 @@ def test_gather_descending(way, keys, pitch):
     def read(ref):
         row = mosaic.iota((64,), 0, mosaic.WGMMA_ROWS)
         starts = row * pitch + keys + row // 8
-        return rows.gather_descending(ref, starts, keys, interpret=bool(way))
+        return wgmma_rows.gather_descending(ref, starts, keys, interpret=bool(way))
 
     row, key = np.arange(64)[:, None], np.arange(keys)[None]
     expected = np.asarray(x, np.float32)[row, keys + row // 8 - key]
@@ -55,8 +56,8 @@ def test_masks(way, keys):
     def read(ref):
         scores = plgpu.load(ref, layout=mosaic.WGMMA, optimized=False)
         row = mosaic.iota((64,), 0, mosaic.WGMMA_ROWS)
-        scores = rows.keep_before(scores, row + 20, interpret=bool(way))
-        return rows.keep_from(scores, row - 10, interpret=bool(way))
+        scores = wgmma_rows.keep_before(scores, row + 20, interpret=bool(way))
+        return wgmma_rows.keep_from(scores, row - 10, interpret=bool(way))
 
     row, key = np.arange(64)[:, None], np.arange(keys)[None]
     expected = np.where((key < row + 20) & (key >= row - 10), np.asarray(x), -np.inf)
@@ -72,7 +73,7 @@ def test_scatter(way, dtype, width):
         plgpu.barrier_wait(ready)
         values = plgpu.load(x_smem, layout=mosaic.WGMMA, optimized=False)
         row = mosaic.iota((64,), 0, mosaic.WGMMA_ROWS)
-        rows.scatter(out, jnp.where(row < 40, 63 - row, -1), values.astype(dtype))
+        wgmma_rows.scatter(out, jnp.where(row < 40, 63 - row, -1), values.astype(dtype))
 
     x = numbers(64, width)
     actual = run(body, way, result(64, width, dtype=dtype), x, scratch=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()])
@@ -91,13 +92,13 @@ def test_products_from_registers(way, starts):
             plgpu.copy_gmem_to_smem(source, target, ready)
         plgpu.barrier_wait(ready)
         interpret = bool(way)
-        values = rows.load(x_smem, 64, 64, interpret=interpret)
+        values = wgmma_rows.load(x_smem, 64, 64, interpret=interpret)
         first = plgpu.load(start_smem, layout=mosaic.WGMMA, optimized=False) if starts else None
-        scores, _ = rows.scores_of(values, keys_smem, start=first, meanwhile=lambda: None, interpret=interpret)
+        scores, _ = wgmma_rows.scores_of(values, keys_smem, start=first, meanwhile=lambda: None, interpret=interpret)
         total = mosaic.full((64,), 1.0, jnp.float32, mosaic.WGMMA_ROWS)
         acc = mosaic.full((64, 64), 1.0, jnp.float32, mosaic.WGMMA)
         weights = scores.astype(jnp.bfloat16)
-        acc, total = rows.add_product(acc, weights, keys_smem, total, lambda t: t * 2.0, interpret=interpret)
+        acc, total = wgmma_rows.add_product(acc, weights, keys_smem, total, lambda t: t * 2.0, interpret=interpret)
         out[...] = acc * jnp.broadcast_to(total[:, None], acc.shape) if interpret else acc * 2.0
 
     scratch = [
@@ -120,7 +121,7 @@ def test_stay_before_changes_no_value(way):
         plgpu.copy_gmem_to_smem(x, x_smem, ready)
         plgpu.barrier_wait(ready)
         values = plgpu.load(x_smem, layout=mosaic.WGMMA, optimized=False)
-        rows.stay_before(jnp.abs(values).sum(axis=1), interpret=bool(way))
+        wgmma_rows.stay_before(jnp.abs(values).sum(axis=1), interpret=bool(way))
         out[...] = values
 
     x = numbers(64, 64)

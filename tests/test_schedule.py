@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkling_pallas.kernels import schedule, shares
-from inkling_pallas.kernels.tiling import MAX_COLUMNS, Tiling
-from inkling_pallas.problem import Problem, Sequences
+from inkling_pallas.core.problem import Problem, Sequences
+from inkling_pallas.kernels.schedule import split_kv, stream_k
+from inkling_pallas.kernels.schedule.tiling import MAX_COLUMNS, Tiling
 
-Piece = collections.namedtuple("Piece", schedule.Piece._fields)  # of ints
+Piece = collections.namedtuple("Piece", split_kv.Piece._fields)  # of ints
 
 
 def make_tiling(batch, *, max_q=1, group=4, window=None, splits=None, ctas=7, block_kv=64):
@@ -45,7 +45,7 @@ def make_table(tiling, q_lens, kv_lens, first_pos=None):
     q_lens, kv_lens = (np.array(x, np.int32) for x in (q_lens, kv_lens))
     first = kv_lens - q_lens if first_pos is None else np.array(first_pos, np.int32)
     starts = np.concatenate([[0], np.cumsum(q_lens)[:-1]]).astype(np.int32)
-    return schedule.table_on_host(Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, first))), tiling)
+    return split_kv.table_on_host(Sequences(*map(jnp.asarray, (starts, q_lens, kv_lens, first))), tiling)
 
 
 def all_pieces(table, tiling):
@@ -54,7 +54,7 @@ def all_pieces(table, tiling):
     with jax.disable_jit():
         for cta in range(tiling.num_ctas):
             mine = []
-            schedule.for_each_piece(
+            split_kv.for_each_piece(
                 table,
                 jnp.int32(cta),
                 tiling,
@@ -85,8 +85,8 @@ def visible(q_len, kv_len, first_pos, window):
 def test_tiles_hold_every_visible_key_and_no_more(q_len, kv_len, shift, window, block_kv):
     first_pos = kv_len - q_len + shift
     arguments = [jnp.int32(x) for x in (kv_len, q_len, first_pos)]
-    first, tiles = schedule.tile_range(*arguments, block_kv=block_kv, window_left=window)
-    begin, end = (int(x) for x in schedule.live_keys(*arguments, window_left=window))
+    first, tiles = split_kv.tile_range(*arguments, block_kv=block_kv, window_left=window)
+    begin, end = (int(x) for x in split_kv.live_keys(*arguments, window_left=window))
     keys = visible(q_len, kv_len, first_pos, window)
     assert tiles >= 1
     assert first >= 0
@@ -102,7 +102,7 @@ def test_tiles_hold_every_visible_key_and_no_more(q_len, kv_len, shift, window, 
 @given(first_pos=st.integers(-50, 900), extent=st.sampled_from([8, 64, 128, 512]), block_kv=st.sampled_from([64, 128]))
 @settings(max_examples=100)
 def test_far_tiles_are_those_without_a_distance_inside_the_extent(first_pos, extent, block_kv):
-    first = int(schedule.first_biased_tile(jnp.int32(first_pos), block_kv=block_kv, rel_extent=extent))
+    first = int(split_kv.first_biased_tile(jnp.int32(first_pos), block_kv=block_kv, rel_extent=extent))
     far = [t for t in range(20) if first_pos - (t * block_kv + block_kv - 1) >= extent]
     assert first == len(far)
 
@@ -110,14 +110,14 @@ def test_far_tiles_are_those_without_a_distance_inside_the_extent(first_pos, ext
 @given(length=st.integers(0, 400), ctas=st.integers(1, 40))
 @settings(max_examples=60)
 def test_shares_are_equal_and_a_position_finds_its_own(length, ctas):
-    line = shares.share_line(jnp.int32(length), ctas)
-    starts = np.asarray(shares.share_start(line, jnp.arange(ctas + 1)))
+    line = stream_k.share_line(jnp.int32(length), ctas)
+    starts = np.asarray(stream_k.share_start(line, jnp.arange(ctas + 1)))
     assert (starts[0], starts[-1]) == (0, length)
     sizes = np.diff(starts)[: min(length, ctas)]
     assert sizes.size == 0 or sizes.max() - sizes.min() <= 1
     if length:
         positions = np.arange(length)
-        owners = np.asarray(shares.share_of(line, jnp.asarray(positions)))
+        owners = np.asarray(stream_k.share_of(line, jnp.asarray(positions)))
         assert ((starts[owners] <= positions) & (positions < starts[owners + 1])).all()
 
 
@@ -201,7 +201,7 @@ def test_slots_of_partial_results_are_never_shared(name):
     lengths = [facts.pop("q_lens"), facts.pop("kv_lens"), facts.pop("first_pos", None)]
     tiling = make_tiling(len(lengths[0]), ctas=7, **facts)
     slots = [
-        int(schedule.slot_of(cta, piece.end == piece.tiles))
+        int(split_kv.slot_of(cta, piece.end == piece.tiles))
         for cta, mine in enumerate(all_pieces(make_table(tiling, *lengths), tiling))
         for piece in mine
         if not (piece.begin == 0 and piece.end == piece.tiles)
@@ -213,8 +213,8 @@ def test_slots_of_partial_results_are_never_shared(name):
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 12, 16])
 def test_output_rows_are_token_major_and_heads_of_the_group(group):
     tiling = make_tiling(1, max_q=4, group=group)
-    piece = schedule.Piece(*[jnp.int32(0)] * 11)._replace(head=jnp.int32(1), row=jnp.int32(5))
-    rows = np.asarray(schedule.output_row(tiling, piece, jnp.arange(tiling.rows)))
+    piece = split_kv.Piece(*[jnp.int32(0)] * 11)._replace(head=jnp.int32(1), row=jnp.int32(5))
+    rows = np.asarray(split_kv.output_row(tiling, piece, jnp.arange(tiling.rows)))
     expected = [
         (5 + token) * 2 * group + group + member for token in range(tiling.token_block) for member in range(group)
     ]

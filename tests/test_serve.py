@@ -13,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inkling_pallas as ip
-from inkling_pallas import console, serving
 from inkling_pallas.__main__ import main
-from inkling_pallas.buckets import Variant
-from inkling_pallas.page_pool import PageOwnershipError, PagePool
-from inkling_pallas.scheduler import Limits, Scheduler
-from inkling_pallas.serve_options import build, parser
-from inkling_pallas.serve_sim import rows_to_check, serve
-from inkling_pallas.trace import Request
-from inkling_pallas.warm import padding_batch
+from inkling_pallas.core import console
+from inkling_pallas.core.buckets import Variant
+from inkling_pallas.serving import server as serving
+from inkling_pallas.serving.options import build, parser
+from inkling_pallas.serving.page_pool import PageOwnershipError, PagePool
+from inkling_pallas.serving.scheduler import Limits, Scheduler
+from inkling_pallas.serving.simulate import rows_to_check, serve
+from inkling_pallas.serving.trace import Request
+from inkling_pallas.serving.warmup import padding_batch
 
 SHAPES = "--head-dim 16 --global-heads 2 --local-heads 4 --global-extent 32 --local-extent 16 --block-size 4"
 EVERYTHING = "--check-every 1 --check-rows 0 --dtype float32"

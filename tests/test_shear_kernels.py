@@ -13,9 +13,12 @@ from test_mosaic_twins import WAYS, expect, numbers, result, run
 from test_row_twins import through_smem
 
 import inkling_pallas as ip
-from inkling_pallas import shearing
-from inkling_pallas.kernels import shear, shear_steps, shear_tiles, steps
-from inkling_pallas.sheared import ShearedLogits, shear_rows
+from inkling_pallas import relative_bias
+from inkling_pallas.core.sheared_layout import ShearedLogits, shear_rows
+from inkling_pallas.kernels import shear
+from inkling_pallas.kernels.mosaic import sheared_loads
+from inkling_pallas.kernels.shear import tile_rows
+from inkling_pallas.kernels.shear import tiling as shear_tiling
 
 _INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -60,11 +63,11 @@ def test_project_is_exact_without_a_race(tokens, heads, extent, capfd):
 
 @pytest.mark.interpreter
 def test_a_cta_walks_many_tiles(monkeypatch, capfd):
-    monkeypatch.setattr(shear_tiles, "_SMS", 1)
+    monkeypatch.setattr(shear_tiling, "_SMS", 1)
     tokens, heads, extent = 40, 8, 264
     shifts = shifts_of(tokens)
     rel_logits = numbers(tokens, heads, extent, dtype=jnp.float16)
-    tiles = shear_tiles.ShearTiles.make(rel_logits, extent, True)
+    tiles = shear_tiling.ShearTiles.make(rel_logits, extent, True)
     assert tiles.num_tiles > tiles.workers * sum(tiles.buffers)
     np.testing.assert_array_equal(shear.shear(rel_logits, shifts, _INTERPRETER), shear_rows(rel_logits, shifts))
     r, proj = whole_numbers(tokens, heads, 16, dtype=jnp.float16), whole_numbers(16, extent, dtype=jnp.float16)
@@ -104,9 +107,9 @@ def test_auto_takes_the_kernel_where_the_device_and_the_table_allow_it(monkeypat
     sources = [
         jnp.ones((2, 1, width), dtype) for width, dtype in [(16, jnp.bfloat16), (16, jnp.float32), (12, jnp.float16)]
     ]
-    taken = lambda: [shearing._kernel("auto", False, x, x.shape[2], projects=False) for x in sources]  # noqa: E731
+    taken = lambda: [relative_bias._kernel("auto", False, x, x.shape[2], projects=False) for x in sources]  # noqa: E731
     assert taken() == [None, None, None]
-    monkeypatch.setattr(shearing, "kernels_of", lambda device: ("hopper",))
+    monkeypatch.setattr(relative_bias, "kernels_of", lambda device: ("hopper",))
     assert taken() == [shear, None, None]
 
 
@@ -189,7 +192,7 @@ def steps_of(x, phase, count, width):
 )
 def test_steps_of_rows(way, tokens, group, pitch, keys, phase):
     x = numbers(tokens, group, pitch, dtype=jnp.bfloat16)
-    read = lambda ref: steps.load_rows(ref, jnp.int32(phase), keys, interpret=bool(way))  # noqa: E731
+    read = lambda ref: sheared_loads.load_rows(ref, jnp.int32(phase), keys, interpret=bool(way))  # noqa: E731
     expect(through_smem(read, way, x, 64, keys), steps_of(x, phase, 64, keys))
 
 
@@ -200,7 +203,7 @@ def test_steps_of_rows(way, tokens, group, pitch, keys, phase):
 )
 def test_steps_of_columns(way, tokens, group, pitch, keys, columns, phase):
     x = numbers(tokens, group, pitch, dtype=jnp.bfloat16)
-    read = lambda ref: steps.load_columns(ref, jnp.int32(phase), (keys, columns), interpret=bool(way))  # noqa: E731
+    read = lambda ref: sheared_loads.load_columns(ref, jnp.int32(phase), (keys, columns), interpret=bool(way))  # noqa: E731
     expect(through_smem(read, way, x, keys, columns), steps_of(x, phase, columns, keys).T)
 
 
@@ -220,7 +223,7 @@ def written_tile(write, way, width, *inputs, taus=None):
         for source, place in zip(refs[:count], places, strict=True):
             plgpu.copy_gmem_to_smem(source, place, ready)
         plgpu.barrier_wait(ready)
-        tokens = shear_steps.Tokens(
+        tokens = tile_rows.Tokens(
             offset=scalar(OFFSET, jnp.int32),
             shifts=[scalar(shift, jnp.int32) for shift in SHIFTS],
             taus=None if taus is None else [scalar(tau, jnp.float32) for tau in taus],
@@ -240,7 +243,7 @@ def written_tile(write, way, width, *inputs, taus=None):
 def test_a_tile_turned(way, extent):
     x = numbers(16, extent, dtype=jnp.bfloat16)
     table = shear_rows(x[:, None], jnp.asarray(OF_ROWS, jnp.int32))[:, 0]
-    expect(written_tile(shear_steps.write_turned, way, table.shape[1], x), table)
+    expect(written_tile(tile_rows.write_turned, way, table.shape[1], x), table)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -252,5 +255,5 @@ def test_a_tile_of_products(way, extent, taus):
     table = shear_rows(plain, jnp.asarray(OF_ROWS, jnp.int32))[:, 0]
     columns = jnp.zeros((table.shape[1] + 8, 16), jnp.bfloat16).at[8 : 8 + extent].set(proj[:, ::-1].T)
     halves = columns.reshape(-1, 2, 8).transpose(1, 0, 2)
-    write = lambda out, queries, halves, *more, **kw: shear_steps.write_products(out, halves, queries, *more, **kw)  # noqa: E731
+    write = lambda out, queries, halves, *more, **kw: tile_rows.write_products(out, halves, queries, *more, **kw)  # noqa: E731
     expect(written_tile(write, way, table.shape[1], r, halves, taus=taus), table)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas import check, sheared
-from inkling_pallas.cases import Case, build
-from inkling_pallas.testing import assert_rows_close
+from inkling_pallas.core import sheared_layout
+from inkling_pallas.testing import assert_rows_close, judge
+from inkling_pallas.testing.cases import Case, build
 
 LENGTHS = ("cu_seqlens_q", "cache_seqlens", "kv_offset", "total_seqlens")
 
@@ -102,7 +102,7 @@ def test_a_broken_shift_is_caught(what):
     position = positions(cu_seqlens_q, offset, total)
     wrong = BROKEN_SHIFTS[what](row, position, np.repeat(offset, q_lens), extent) % 8
     rel_logits = nonzero_table(len(row), 1, extent)
-    table = sheared.shear_rows(jnp.asarray(rel_logits), jnp.asarray(wrong, jnp.int32))
+    table = sheared_layout.shear_rows(jnp.asarray(rel_logits), jnp.asarray(wrong, jnp.int32))
     assert wrong_biases(table, rel_logits, position) > 0
 
 
@@ -135,7 +135,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_operator_on_a_sheared_table_is_right(case):
-    assert not check.judge(case, check.attend_sheared, backend="portable").red
+    assert not judge.judge(case, judge.attend_sheared, backend="portable").red
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
@@ -144,11 +144,11 @@ def test_a_table_made_for_whole_prompts_is_red(case):
         made = shear_call(call)["rel_logits"]
         q_lens = np.diff(call["cu_seqlens_q"])
         row = np.concatenate([np.arange(n) for n in (*q_lens, len(call["q"]) - sum(q_lens))])
-        shifts = sheared.shift_of(jnp.asarray(row, jnp.int32), call["rel_extent"])
-        table = sheared.shear_rows(jnp.nan_to_num(jnp.asarray(call["rel_logits"])), shifts)
+        shifts = sheared_layout.shift_of(jnp.asarray(row, jnp.int32), call["rel_extent"])
+        table = sheared_layout.shear_rows(jnp.nan_to_num(jnp.asarray(call["rel_logits"])), shifts)
         return ip.inkling_rel_attention(**dict(call, rel_logits=dataclasses.replace(made, table=table)))
 
-    assert check.judge(case, careless, backend="portable").red
+    assert judge.judge(case, careless, backend="portable").red
 
 
 def test_the_oracle_reads_both_layouts_alike():

@@ -6,25 +6,25 @@ import jax.numpy as jnp
 import pytest
 from test_benchmark import FIXED, TINY
 
-from inkling_pallas import benchmark, sheared_benchmark, timing, workloads
-from inkling_pallas.shearing import sheared_relative_logits
+from inkling_pallas.bench import clocks, command, sheared, workloads
+from inkling_pallas.relative_bias import sheared_relative_logits
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(timing, "MAX_CALLS", 3)
-    monkeypatch.setattr(benchmark, "measure_ceilings", lambda clock: FIXED)
-    monkeypatch.setattr(benchmark, "WORKLOADS", {**workloads.WORKLOADS, "pre_g_8k": TINY})
+    monkeypatch.setattr(clocks, "MAX_CALLS", 3)
+    monkeypatch.setattr(command, "measure_ceilings", lambda clock: FIXED)
+    monkeypatch.setattr(command, "WORKLOADS", {**workloads.WORKLOADS, "pre_g_8k": TINY})
 
 
 def run(folder):
     arguments = ["--suite", "sheared", "--cases", "pre_g_8k", "--peers", "none", "--out", str(folder)]
-    status = benchmark.main(arguments)
+    status = command.main(arguments)
     return status, json.loads((folder / "cpu-sheared-partial.json").read_text())["cases"][0]
 
 
 def test_both_ways_are_timed_and_written(tiny, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark, "run_case", lambda case, *_: {**_timed(), "name": "pre_g_8k"})
+    monkeypatch.setattr(command, "run_case", lambda case, *_: {**_timed(), "name": "pre_g_8k"})
     status, case = run(tmp_path)
     assert status == 0
     measured = case["sheared"]
@@ -41,12 +41,12 @@ def test_both_ways_are_timed_and_written(tiny, monkeypatch, tmp_path, capsys):
 
 
 def test_a_producer_that_is_wrong_is_red_and_not_timed(tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "run_case", lambda case, *_: {**_timed(), "name": "pre_g_8k"})
+    monkeypatch.setattr(command, "run_case", lambda case, *_: {**_timed(), "name": "pre_g_8k"})
 
     def shifted(r, proj, **lengths):
         return sheared_relative_logits(r, jnp.roll(proj, 1, axis=1), **lengths)
 
-    monkeypatch.setattr(sheared_benchmark, "sheared_relative_logits", shifted)
+    monkeypatch.setattr(sheared, "sheared_relative_logits", shifted)
     status, case = run(tmp_path)
     assert status == 1
     assert case["red"]

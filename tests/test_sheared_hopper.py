@@ -8,10 +8,11 @@ import pytest
 from interpreted import LIMITS
 from test_sheared import shear_call
 
-from inkling_pallas.cases import Case, build
-from inkling_pallas.kernels import band, hopper
-from inkling_pallas.reference import reference_rel_attention
+from inkling_pallas.kernels import hopper
+from inkling_pallas.kernels.phases import bias
 from inkling_pallas.testing import row_errors
+from inkling_pallas.testing.cases import Case, build
+from inkling_pallas.testing.reference import reference_rel_attention
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")]
 
@@ -46,7 +47,7 @@ def test_tokens_across_a_step_of_a_part_are_right(capfd):
 
 def test_a_start_that_is_one_step_off_is_red(monkeypatch):
     call = build(small("broken", (1,), (40,), rel_extent=64))
-    right = band._start
-    monkeypatch.setattr(band, "_start", lambda piece, tile, tiling: right(piece, tile, tiling) + 8)
+    right = bias._start
+    monkeypatch.setattr(bias, "_start", lambda piece, tile, tiling: right(piece, tile, tiling) + 8)
     out, _ = interpreted.attend(shear_call(call), _DECODE)
     assert row_errors(out, reference_rel_attention(**call)).max() > LIMITS["bfloat16"]

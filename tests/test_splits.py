@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas import splits
+from inkling_pallas.core import num_splits
 
 
 def test_buckets():
@@ -75,8 +75,8 @@ def test_the_hopper_bound_takes_few_values():
 
 
 def test_without_a_capability_the_table_holds(monkeypatch):
-    monkeypatch.setattr(splits, "default_device", lambda: object())
-    assert splits.device_capability() is None
+    monkeypatch.setattr(num_splits, "default_device", lambda: object())
+    assert num_splits.device_capability() is None
     assert _bound() == _bound(capability=(10, 0))
 
 
@@ -89,7 +89,7 @@ def test_sizes_are_checked():
 @pytest.mark.parametrize(("text", "expected"), [("9.0", (9, 0)), ("12.1", (12, 1)), ("gfx942", None), (None, None)])
 def test_capability_of_a_device(text, expected):
     device = type("Device", (), {"compute_capability": text})()
-    assert splits.device_capability(device) == expected
+    assert num_splits.device_capability(device) == expected
 
 
 def test_every_bound_is_at_least_one():

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from inkling_pallas.cases import Case, build
-from inkling_pallas.reference import reference_rel_attention
 from inkling_pallas.testing import (
     ERROR_FLOORS,
     assert_rows_close,
@@ -13,6 +11,8 @@ from inkling_pallas.testing import (
     lse_errors,
     row_errors,
 )
+from inkling_pallas.testing.cases import Case, build
+from inkling_pallas.testing.reference import reference_rel_attention
 
 
 def test_row_errors():

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkling_pallas.kernels import listing, worklist
-from inkling_pallas.kernels.tiling import ROWS, WARPGROUPS, RowTiling
-from inkling_pallas.problem import Lengths, Problem, Sequences
+from inkling_pallas.core.problem import Lengths, Problem, Sequences
+from inkling_pallas.kernels.schedule import tile_list, tile_list_kernel
+from inkling_pallas.kernels.schedule.tiling import ROWS, WARPGROUPS, RowTiling
 
-Edges = collections.namedtuple("Edges", worklist.Bands._fields)  # of ints
-Ints = collections.namedtuple("Ints", worklist.Item._fields)
+Edges = collections.namedtuple("Edges", tile_list.Bands._fields)  # of ints
+Ints = collections.namedtuple("Ints", tile_list.Item._fields)
 HEADS = 2
 
 
@@ -46,7 +46,7 @@ def make_list(tiling, q_lens, kv_lens):
     q_lens, kv_lens = (np.array(x, np.int32) for x in (q_lens, kv_lens))
     starts = np.concatenate([[0], np.cumsum(q_lens)[:-1]]).astype(np.int32)
     cu = jnp.asarray(np.concatenate([starts, [q_lens.sum()]]).astype(np.int32))
-    return listing.make_worklist(Lengths(jnp.asarray(kv_lens), cu, None, None), tiling, True)
+    return tile_list_kernel.make_worklist(Lengths(jnp.asarray(kv_lens), cu, None, None), tiling, True)
 
 
 BATCHES = {
@@ -88,7 +88,7 @@ def test_ctas_share_the_list_and_count_what_they_did(name, ctas):
     with jax.disable_jit():
         for cta in range(ctas):
             mine = []
-            end = worklist.for_each_tile(
+            end = tile_list.for_each_tile(
                 work, jnp.int32(cta), tiling, lambda tile, n, mine=mine: mine.append((tile, n))
             )
             kv_tiles = [int(tile.piece.tiles) for tile, _ in mine]
@@ -113,11 +113,11 @@ def test_bands_need_no_mask_and_no_bias_that_they_lack(tokens, kv_len, shift, wi
     tiling = make_tiling(1, group=group, window=window, block_kv=block_kv, extent=extent)
     tokens = min(tokens, tiling.tile_tokens)
     positions = Sequences(*(jnp.array([x], jnp.int32) for x in (0, tokens, kv_len, kv_len - tokens + shift)))
-    item = listing.item_of(Sequences(*(x[0] for x in positions)), jnp.int32(0), jnp.int32(0), tiling)
-    tile = worklist.tile_of(item, jnp.int32(0), tiling)
+    item = tile_list_kernel.item_of(Sequences(*(x[0] for x in positions)), jnp.int32(0), jnp.int32(0), tiling)
+    tile = tile_list.tile_of(item, jnp.int32(0), tiling)
     for warpgroup in range(WARPGROUPS):
-        rows = worklist.rows_of(tile, 0, warpgroup, tiling)
-        bands = Edges(*map(int, worklist.bands_of(tile, rows, tiling)))
+        rows = tile_list.rows_of(tile, 0, warpgroup, tiling)
+        bands = Edges(*map(int, tile_list.bands_of(tile, rows, tiling)))
         first_pos = int(rows.first_pos)
         assert list(bands) == sorted(bands)
         assert (bands.first, bands.end) == (int(tile.piece.first_tile), int(tile.end))

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from inkling_pallas import write_benchmark, write_kv
+from inkling_pallas import write_kv
 from inkling_pallas.__main__ import main
+from inkling_pallas.bench import write_kv as bench_write
 
 
 @pytest.fixture(autouse=True)
 def one_head(monkeypatch):
-    monkeypatch.setattr(write_benchmark, "_KV_HEADS", (1,))
+    monkeypatch.setattr(bench_write, "_KV_HEADS", (1,))
 
 
 def test_each_layout_is_timed_against_a_copy(tmp_path, capsys):
@@ -33,8 +34,8 @@ def test_a_backend_that_writes_something_else_is_named_and_not_timed(monkeypatch
     def careless(cache: Any, k: Any, v: Any, slots: Any, backend: str) -> Any:
         return write_kv(cache, k, v, slots + (1 if backend == "hopper" else 0), backend="portable")
 
-    monkeypatch.setattr(write_benchmark, "machine_backends", lambda: ("hopper", "portable"))
-    monkeypatch.setattr(write_benchmark, "write_kv", careless)
+    monkeypatch.setattr(bench_write, "machine_backends", lambda: ("hopper", "portable"))
+    monkeypatch.setattr(bench_write, "write_kv", careless)
     assert main(["bench-write", "--tokens", "8", "--head-dim", "16"]) == 1
     assert "hopper" in capsys.readouterr().out
 

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from writes import aliased_outputs, written_by_hand
 
 import inkling_pallas as ip
-from inkling_pallas.dispatch import kernels_of
+from inkling_pallas.core.cache_layouts import LAYOUTS
+from inkling_pallas.core.dispatch import kernels_of
 from inkling_pallas.kernels import write_kv as kernel
-from inkling_pallas.layouts import LAYOUTS
 
 POOL = (4, 8, 2, 64)  # blocks, tokens of a block, heads, head_dim
 

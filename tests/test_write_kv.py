@@ -17,10 +17,10 @@ from jax import lax
 from writes import aliased_outputs, written_by_hand
 
 import inkling_pallas as ip
-from inkling_pallas import layouts
-from inkling_pallas.cache_cases import small_write_cases
-from inkling_pallas.check import judge
-from inkling_pallas.layouts import LAYOUTS
+from inkling_pallas.core import cache_layouts
+from inkling_pallas.core.cache_layouts import LAYOUTS
+from inkling_pallas.testing.cache_cases import small_write_cases
+from inkling_pallas.testing.judge import judge
 
 POOLS = ((5, 1, 1, 16), (3, 4, 2, 8), (2, 16, 3, 24))
 TOKENS = 7
@@ -194,7 +194,7 @@ def broken_write(
         page = jnp.where(slots < 0, cache.num_blocks, lax.div(slots, cache.block_size))
         offset = lax.rem(jnp.maximum(slots, 0) + shifted, cache.block_size)
         k, v = (v, k) if swapped else (k, v)
-        arrays = layouts.write_tokens(cache.layout, cache.arrays, change_page(page, cache), offset, k, v)
+        arrays = cache_layouts.write_tokens(cache.layout, cache.arrays, change_page(page, cache), offset, k, v)
         return dataclasses.replace(cache, arrays=arrays)
 
     return write
@@ -215,7 +215,7 @@ def test_a_broken_write_is_caught(name, monkeypatch):
     check_write(broken_write(lambda page, cache: page), "packed", (3, 4, 2, 8), slots)
     with pytest.raises(AssertionError):
         check_write(BROKEN[name], "packed", (3, 4, 2, 8), slots)
-    monkeypatch.setattr("inkling_pallas.check.write_kv", BROKEN[name])
+    monkeypatch.setattr("inkling_pallas.testing.judge.write_kv", BROKEN[name])
     verdict = judge(next(small_write_cases()))
     assert "write_kv left" in verdict.failure
 

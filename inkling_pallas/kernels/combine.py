@@ -15,11 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import epilogue, mosaic, schedule, shares, softmax
-from inkling_pallas.kernels.schedule import Piece
-from inkling_pallas.kernels.table import smem_type
-from inkling_pallas.kernels.tiling import Tiling
-from inkling_pallas.problem import Lengths
+from inkling_pallas.core.problem import Lengths
+from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels.phases import epilogue, softmax
+from inkling_pallas.kernels.schedule import split_kv, stream_k
+from inkling_pallas.kernels.schedule.seq_table import smem_type
+from inkling_pallas.kernels.schedule.split_kv import Piece
+from inkling_pallas.kernels.schedule.tiling import Tiling
 
 # With this many units to merge the card is full even if a CTA takes many rows.
 _MANY_MERGES = 48
@@ -141,20 +143,20 @@ def _find_cut(lengths: Lengths, table_smem: Any, shape: Shape, tiling: Tiling) -
 
     Every CTA must, or this kernel could end first.
     """
-    table, index = schedule.fill_table(lengths, table_smem, tiling), lax.axis_index("merge")
-    line = shares.make_line(table, tiling)
+    table, index = split_kv.fill_table(lengths, table_smem, tiling), lax.axis_index("merge")
+    line = stream_k.make_line(table, tiling)
     if shape.by_unit:
         per_sequence = tiling.problem.num_kv_heads * tiling.token_blocks
-        span = schedule.sequence_at(table, lax.div(index, per_sequence), tiling)
-        unit = schedule.unit_of(span, lax.rem(index, per_sequence), tiling)
-        first = shares.share_of(line, unit.base)
+        span = split_kv.sequence_at(table, lax.div(index, per_sequence), tiling)
+        unit = split_kv.unit_of(span, lax.rem(index, per_sequence), tiling)
+        first = stream_k.share_of(line, unit.base)
         mine = (unit.tokens > 0) & (unit.head < tiling.problem.num_kv_heads)
     else:
-        position = shares.share_start(line, index + 1)
-        span, unit = schedule.unit_at(table, position, tiling)
+        position = stream_k.share_start(line, index + 1)
+        span, unit = split_kv.unit_at(table, position, tiling)
         first = index
-        mine = (position > unit.base) & (shares.share_start(line, index) <= unit.base) & (position < line.length)
-    last = shares.share_of(line, unit.base + unit.tiles - 1)
+        mine = (position > unit.base) & (stream_k.share_start(line, index) <= unit.base) & (position < line.length)
+    last = stream_k.share_of(line, unit.base + unit.tiles - 1)
     mosaic.wait_for_previous_kernel(interpret=tiling.interpret)
     return Cut(unit, first, last - first + 1, mine & (last > first))
 
@@ -172,7 +174,7 @@ def _read_pieces(
     def load(piece: jax.Array) -> tuple[jax.Array, jax.Array]:
         inside = piece < cut.pieces
         last = piece >= cut.pieces - 1
-        slot = schedule.slot_of(cut.first + jnp.minimum(piece, cut.pieces - 1), last) * tiling.rows + my_row
+        slot = split_kv.slot_of(cut.first + jnp.minimum(piece, cut.pieces - 1), last) * tiling.rows + my_row
         lse = mosaic.gather(
             part_lse, slot, jnp.zeros_like(slot), layout=layout, vectors="shared", interpret=tiling.interpret
         )
@@ -216,7 +218,7 @@ def _write(
     across = tiling.problem.head_dim // shape.width
 
     def row_of(r: Any) -> Any:
-        return schedule.output_row(tiling, cut.unit, r + row)
+        return split_kv.output_row(tiling, cut.unit, r + row)
 
     epilogue.store_rows(outputs[0], value, lambda r: row_of(r) * across + column, live, shape.layout, tiling)
     if len(outputs) > 1:

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.cache_layouts import CacheDims, cache_dims
 from inkling_pallas.kernels import mosaic
-from inkling_pallas.layouts import CacheDims, cache_dims
 
 _WARPS = 4  # two runs of tokens, each of K and of V
 _RUN_BYTES = 8 * 1024  # of a warp: a CTA takes 32 KiB, and six share an SM

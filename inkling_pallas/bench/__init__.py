@@ -1,0 +1,1 @@
+"""Times the operator beside the ceilings of a card and its peers."""

@@ -1,0 +1,143 @@
+"""Which backend and config a call takes, and why not a faster one."""
+
+import dataclasses
+import functools
+import importlib
+import warnings
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import jax.core
+
+from inkling_pallas.core.devices import default_device, device_capability
+from inkling_pallas.core.errors import refuse
+from inkling_pallas.core.problem import Problem
+
+BACKENDS = ("portable", "hopper", "blackwell")
+# Fastest first, by the major compute capability of the default device; any other device takes portable.
+_KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {9: ("hopper",), 10: ("blackwell",), 11: ("blackwell",)}
+
+
+class PortableFallbackWarning(UserWarning):
+    """A GPU call takes the portable backend; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A backend, its config, and the faster backends that were passed over, each with the reason."""
+
+    backend: str
+    config: Any
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a call would do. `print` it."""
+
+    backend: str
+    config: Any
+    device: str
+    capability: tuple[int, int] | None
+    passed_over: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"backend {self.backend!r} with {self.config} on {self.device}"]
+        lines += [f"not {name!r}: {reason}" for name, reason in self.passed_over.items()]
+        if self.backend == "portable" and not self.passed_over:
+            none_here = f"there is no kernel for {self.device} yet."
+            no_card = "kernels need an NVIDIA GPU, and the default device is none."
+            lines.append(f"no faster one: {no_card if self.capability is None else none_here}")
+        return "\n".join(lines)
+
+
+def load_backend(name: str) -> ModuleType:
+    """Returns the module of a backend; kernels are imported when first used, so that a CPU user never loads Mosaic."""
+    return importlib.import_module(f"inkling_pallas.kernels.{name}")
+
+
+def choose(problem: Problem, backend: str, config: Any) -> Choice:
+    """Returns the backend and config for a problem.
+
+    Raises:
+      ValueError: for an unknown backend, or a config that is not of the chosen backend.
+      NotImplementedError: where the named backend, or each one for "auto", lacks this problem.
+    """
+    passed_over = []
+    for name in _candidates(known_backend(backend)):
+        module = load_backend(name)
+        reason = module.unsupported(problem) or _wrong_config(module, config, name, backend)
+        if reason is None and backend == "auto":
+            reason = getattr(module, "unproven", _proven)(problem)
+        if reason is None:
+            return Choice(backend=name, config=config or module.choose_config(problem), passed_over=tuple(passed_over))
+        passed_over.append((name, reason))
+    reasons = " ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise NotImplementedError(f"No backend takes this call. {reasons}")
+
+
+def known_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> str:
+    """Returns the name of a backend or "auto"; raises ValueError for any other."""
+    if backend != "auto" and backend not in names:
+        rule = f"be 'auto' or one of {', '.join(map(repr, names))}"
+        raise refuse("backend", rule, repr(backend), "'auto' takes the fastest that can.")
+    return backend
+
+
+def _proven(problem: Problem) -> None:
+    """Stands for the `unproven` of a backend that has run all it takes on a device."""
+
+
+def _candidates(backend: str) -> tuple[str, ...]:
+    if backend != "auto":
+        return (backend,)
+    return (*kernels_of(default_device()), "portable")
+
+
+def kernels_of(device: Any) -> tuple[str, ...]:
+    """Returns the backends that are for a device alone, fastest first."""
+    return _KERNELS_BY_CAPABILITY.get((device_capability(device) or (0, 0))[0], ())
+
+
+def machine_backends() -> tuple[str, ...]:
+    """Returns the backends that the default device runs, fastest first."""
+    return _candidates("auto")
+
+
+def _wrong_config(module: ModuleType, config: Any, name: str, backend: str) -> str | None:
+    """Returns why a config keeps `auto` from a backend; raises where the caller named that backend."""
+    if config is None or isinstance(config, module.Config):
+        return None
+    expected = f"be a Config of inkling_pallas.kernels.{name} or None"
+    if backend == "auto" and name != "portable":
+        return f"config must {expected}; got {type(config).__name__}."
+    raise refuse("config", expected, type(config).__name__, "None lets the backend choose.")
+
+
+def require_device(backend: str, array: Any, interpret: bool) -> None:
+    """Raises NotImplementedError where a kernel is to run now on a device that it is not for.
+
+    Nothing is known of the device inside a traced call: that may be compiled for a card that is elsewhere.
+    """
+    if backend == "portable" or interpret or isinstance(array, jax.core.Tracer):
+        return
+    (device, *_) = array.devices()
+    if backend not in kernels_of(device):
+        capability = device_capability(device)
+        what = device.device_kind if capability is None else f"{device.device_kind}, compute capability {capability}"
+        advice = "Use backend='auto', or interpret=True to run it in the Pallas interpreter."
+        raise NotImplementedError(f"backend {backend!r} must run on its own GPUs; got {what}. {advice}")
+
+
+def warn_on_fallback(choice: Choice) -> None:
+    """Warns once per reason when a GPU call takes the portable backend."""
+    if choice.backend == "portable" and device_capability() is not None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
+        _warn_once(reasons or f"there is no kernel for {default_device().device_kind} yet.")
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    message = f"inkling_rel_attention takes the portable backend on a GPU, which is slower than a kernel: {reason}"
+    warnings.warn(message, PortableFallbackWarning, stacklevel=4)

@@ -1,0 +1,1 @@
+"""Inline PTX, as functions of MLIR values. Only `mosaic` calls them."""

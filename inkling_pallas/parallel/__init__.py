@@ -1,0 +1,1 @@
+"""Several devices: meshes, contexts cut over them, and what merges partial results."""

@@ -1,0 +1,1 @@
+"""A small server around the operator: pages, scheduler, steps, and its commands."""

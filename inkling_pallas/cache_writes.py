@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.core
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from inkling_pallas.core import cache_layouts
-from inkling_pallas.core.devices import default_device
-from inkling_pallas.core.dispatch import kernels_of, known_backend, load_backend, require_device
+from inkling_pallas.core.devices import Card, default_device
+from inkling_pallas.core.dispatch import kernels_of, known_backend, load_backend, require_device, usual_card
 from inkling_pallas.core.errors import refuse, require_array, static_bool
 from inkling_pallas.core.paged_cache import PagedKVCache
 
@@ -65,21 +66,28 @@ def write_kv(
     require_array("v", v, tuple(k.shape), cache.dtype.name, "It is an array like k.")
     require_array("slots", slots, (k.shape[0],), "int32", "One per row of k; -1 for a row that is not to be written.")
     arrays = tuple(map(jnp.asarray, cache.arrays))
-    chosen = _choose(known_backend(backend, WRITERS), cache.layout, arrays, len(k), static_bool("interpret", interpret))
-    written = _jitted_write(cache.layout, chosen, interpret, arrays, *map(jnp.asarray, (k, v, slots)))
+    card = usual_card("hopper", _device_of(arrays[0]))
+    writing = (cache.layout, arrays, len(k), card)
+    chosen = _choose(known_backend(backend, WRITERS), *writing, static_bool("interpret", interpret))
+    written = _jitted_write(cache.layout, chosen, card, interpret, arrays, *map(jnp.asarray, (k, v, slots)))
     return dataclasses.replace(cache, arrays=written)
 
 
-def _choose(backend: str, layout: str, arrays: tuple[jax.Array, ...], num_tokens: int, interpret: bool) -> str:
+def _device_of(array: jax.Array) -> Any:
+    """Returns the device of an array; of one that is traced, the default device."""
+    return default_device() if isinstance(array, jax.core.Tracer) else next(iter(array.devices()))
+
+
+def _choose(
+    backend: str, layout: str, arrays: tuple[jax.Array, ...], num_tokens: int, card: Card, interpret: bool
+) -> str:
     """Returns the backend of a write; raises NotImplementedError where the named one does not take it."""
     if backend == "auto":
-        device = default_device() if isinstance(arrays[0], jax.core.Tracer) else next(iter(arrays[0].devices()))
-        backend = (
-            "hopper" if "hopper" in kernels_of(device) and not _passed_over(layout, arrays, num_tokens) else "portable"
-        )
+        has_kernel = "hopper" in kernels_of(_device_of(arrays[0]))
+        backend = "hopper" if has_kernel and not _passed_over(layout, arrays, num_tokens, card) else "portable"
     elif backend == "hopper":
         kernel = load_backend("write_kv")
-        reason = kernel.unsupported(kernel.describe(arrays, layout, num_tokens))
+        reason = kernel.unsupported(kernel.describe(arrays, layout, num_tokens, card))
         if reason is not None:
             raise NotImplementedError(reason)
     if interpret and backend == "portable":
@@ -90,17 +98,18 @@ def _choose(backend: str, layout: str, arrays: tuple[jax.Array, ...], num_tokens
     return backend
 
 
-def _passed_over(layout: str, arrays: tuple[jax.Array, ...], num_tokens: int) -> bool:
+def _passed_over(layout: str, arrays: tuple[jax.Array, ...], num_tokens: int, card: Card) -> bool:
     """Returns whether `auto` leaves a write to the scatter on a device that has a kernel."""
     kernel = load_backend("write_kv")
-    writing = kernel.describe(arrays, layout, num_tokens)
+    writing = kernel.describe(arrays, layout, num_tokens, card)
     return kernel.unsupported(writing) is not None or not kernel.is_worth_it(writing)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _jitted_write(
     layout: str,
     backend: str,
+    card: Card,
     interpret: bool,
     arrays: tuple[jax.Array, ...],
     k: jax.Array,
@@ -111,7 +120,7 @@ def _jitted_write(
     with jax.named_scope("inkling_write_kv"):
         if backend == "hopper":
             kernel = load_backend("write_kv")
-            return kernel.write(kernel.describe(arrays, layout, len(k)), arrays, k, v, slots, interpret)
+            return kernel.write(kernel.describe(arrays, layout, len(k), card), arrays, k, v, slots, interpret)
         return _scatter(layout, arrays, k, v, slots)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.core.devices import default_device
-from inkling_pallas.core.dispatch import kernels_of, load_backend
+from inkling_pallas.core.dispatch import kernels_of, load_backend, usual_card
 from inkling_pallas.core.errors import FLOAT_DTYPES, refuse, require_array, static_bool
 from inkling_pallas.core.problem import Lengths
 from inkling_pallas.core.safe_lengths import shifts_of_rows
@@ -123,7 +123,10 @@ def shear(
     shifts = _shifts(lengths, num_tokens, rel_extent)
     kernel = _kernel(backend, interpret, rel_logits, rel_extent, projects=False)
     with jax.named_scope("inkling_shear"):
-        table = shear_rows(rel_logits, shifts) if kernel is None else kernel.shear(rel_logits, shifts, interpret)
+        if kernel is None:
+            table = shear_rows(rel_logits, shifts)
+        else:
+            table = kernel.shear(rel_logits, shifts, interpret, usual_card("hopper"))
     return ShearedLogits(table=table, shifts=shifts, rel_extent=rel_extent)
 
 
@@ -176,7 +179,7 @@ def sheared_relative_logits(
         if kernel is None:
             sheared = shear_rows(relative_logits(r, proj, tau), shifts)
         else:
-            sheared = kernel.project(r, proj, tau, shifts, interpret)
+            sheared = kernel.project(r, proj, tau, shifts, interpret, usual_card("hopper"))
     return ShearedLogits(table=sheared, shifts=shifts, rel_extent=rel_extent)
 
 
@@ -206,5 +209,6 @@ def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *,
     if backend == "portable" or (backend == "auto" and "hopper" not in kernels_of(default_device())):
         return None
     kernel = load_backend("shear")
-    lacks = backend == "auto" and kernel.unsupported(source, rel_extent, projects=projects) is not None
+    card = usual_card("hopper")
+    lacks = backend == "auto" and kernel.unsupported(source, rel_extent, projects=projects, card=card) is not None
     return None if lacks else kernel

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import inkling_pallas as ip
-from inkling_pallas.core import num_splits
+from inkling_pallas.core import devices, num_splits
 
 
 def test_buckets():
@@ -75,7 +75,7 @@ def test_the_hopper_bound_takes_few_values():
 
 
 def test_without_a_capability_the_table_holds(monkeypatch):
-    monkeypatch.setattr(num_splits, "default_device", lambda: object())
+    monkeypatch.setattr(devices, "default_device", lambda: object())
     assert num_splits.device_capability() is None
     assert _bound() == _bound(capability=(10, 0))
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inkling_pallas.bench.clocks import Call, Clock, time_calls
+from inkling_pallas.core.devices import card_of
 
 _GPU_SIZES = tuple(1 << n for n in (16, *range(20, 32)))
 _CPU_SIZES = tuple(1 << n for n in (16, 20, 22, 24, 26))
@@ -83,7 +84,8 @@ def measure_ceilings(clock: Clock) -> Ceilings:
 
 def cold_bytes() -> int:
     """Returns how much is read before an input is used again: over ten times the L2 cache of a card."""
-    return 640 * 10**6 if jax.default_backend() == "gpu" else 64 * 10**6
+    card = card_of()
+    return 64 * 10**6 if card is None else 10 * card.l2_cache + 10**7
 
 
 def cold_sets(num_bytes: int) -> int:

@@ -9,10 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.core.buckets import bucket_max_seqlen_q
-from inkling_pallas.core.dispatch import Choice, choose
+from inkling_pallas.core.devices import default_device
+from inkling_pallas.core.dispatch import Choice, choose, complete_config, kernels_of, usual_card
 from inkling_pallas.core.errors import refuse, static_bool
 from inkling_pallas.core.paged_cache import unpack_cache
 from inkling_pallas.core.problem import Lengths, Operands, Problem, make_problem
+from inkling_pallas.core.sheared_layout import ShearedLogits
+
+_ONE_PLAN = "Make one plan_batch per kind of layer."
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["work"], meta_fields=["problem", "backend", "config"])
@@ -38,41 +42,92 @@ class Call(NamedTuple):
 
 
 def check_call(arguments: Mapping[str, Any]) -> Call:
-    """Checks the arguments of a call and chooses its backend."""
+    """Checks the arguments of a call and chooses its backend.
+
+    All that shapes and static arguments decide is kept for the next call that has the same, so that an eager call costs
+    the host little.
+    """
     key_cache, value_cache, layout = unpack_cache(arguments["key_cache"], arguments["value_cache"])
     arguments = {**arguments, "key_cache": key_cache, "value_cache": value_cache}
-    given = {name: jax.tree.map(_as_array, arguments[name]) for name in (*Operands._fields, *Lengths._fields)}
-    operands = Operands(*(given[name] for name in Operands._fields))
-    lengths = Lengths(*(given[name] for name in Lengths._fields))
-    static_names = (
-        "max_seqlen_q",
-        "softmax_scale",
-        "causal",
-        "window_size",
-        "rel_extent",
-        "num_splits",
-        "out_dtype",
-        "return_lse",
-    )
+    operands = Operands(*(_as_array(arguments[name]) for name in Operands._fields))
+    lengths = Lengths(*(_as_array(arguments[name]) for name in Lengths._fields))
+    static = _Static(*(arguments[name] for name in _Static._fields))
+    plan, interpret = arguments["plan"], static_bool("interpret", arguments["interpret"])
+    if plan is not None and not isinstance(plan, BatchPlan):
+        raise refuse("plan", "be a BatchPlan or None", type(plan).__name__, _ONE_PLAN)
+    planned = None if plan is None else _Planned(plan.problem, plan.backend, plan.config)
+    device = default_device()
+    facts = (Operands(*map(_shape_of, operands)), Lengths(*map(_shape_of, lengths)), layout, static, planned)
+    try:
+        # 1, 1.0 and True are equal, but not all of them are right, so types count; so does what runs on the device.
+        problem, choice = _decide(*facts, (_types_of(static), device, kernels_of(device)))
+    except TypeError:  # something wrong cannot be hashed
+        problem, choice = _decide.__wrapped__(*facts, None)
+    return Call(problem, choice, operands, lengths, plan, interpret)
+
+
+class _Static(NamedTuple):
+    """The static arguments of a call."""
+
+    max_seqlen_q: Any
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    rel_extent: Any
+    num_splits: Any
+    out_dtype: Any
+    return_lse: Any
+    backend: Any
+    config: Any
+
+
+class _Planned(NamedTuple):
+    """What a plan was made for."""
+
+    problem: Problem
+    backend: str
+    config: Any
+
+
+class _Shape(NamedTuple):
+    """What is known of an array without its contents."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _shape_of(value: Any) -> Any:
+    if isinstance(value, ShearedLogits):
+        return dataclasses.replace(value, table=_shape_of(value.table), shifts=_shape_of(value.shifts))
+    return _Shape(value.shape, value.dtype) if hasattr(value, "shape") and hasattr(value, "dtype") else value
+
+
+def _types_of(static: _Static) -> tuple[Any, ...]:
+    window = static.window_size if isinstance(static.window_size, tuple) else ()
+    return (*map(type, static), *map(type, window))
+
+
+@functools.lru_cache(maxsize=4096)
+def _decide(
+    operands: Operands, lengths: Lengths, layout: str, static: _Static, planned: _Planned | None, key: Any
+) -> tuple[Problem, Choice]:
+    """Returns the problem and the choice of a call; of arrays only shapes and dtypes count."""
+    del key
+    *of_problem, backend, config = static
+    names = _Static._fields[: len(of_problem)]
     problem = make_problem(
-        operands, lengths, layout=layout, bucket=bucket_max_seqlen_q, **{name: arguments[name] for name in static_names}
+        operands, lengths, layout=layout, bucket=bucket_max_seqlen_q, **dict(zip(names, of_problem, strict=True))
     )
-    plan, backend, config = arguments["plan"], arguments["backend"], arguments["config"]
-    if plan is not None:
-        _require_fitting_plan(plan, problem, backend, config)
-        backend, config = plan.backend, plan.config
-    return Call(
-        problem,
-        choose(problem, backend, config),
-        operands,
-        lengths,
-        plan,
-        static_bool("interpret", arguments["interpret"]),
-    )
+    if planned is not None:
+        _require_fitting_plan(planned, problem, backend, config)
+        backend, config = planned.backend, planned.config
+    return problem, choose(problem, backend, config)
 
 
 def _as_array(value: Any) -> Any:
-    """Makes a jax.Array of a NumPy array, so that both hit the same compiled function."""
+    """Makes jax.Arrays of NumPy arrays, so that both hit the same compiled function."""
+    if isinstance(value, ShearedLogits):
+        return dataclasses.replace(value, table=_as_array(value.table), shifts=_as_array(value.shifts))
     return jnp.asarray(value) if type(value).__module__ == "numpy" else value
 
 
@@ -81,16 +136,14 @@ def planned_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, softmax_scale=1.0, out_dtype=problem.dtype, return_lse=False)
 
 
-def _require_fitting_plan(plan: BatchPlan, problem: Problem, backend: str, config: Any) -> None:
+def _require_fitting_plan(planned: _Planned, problem: Problem, backend: str, config: Any) -> None:
     """Raises ValueError where a plan was made for another kind of call."""
-    advice = "Make one plan_batch per kind of layer."
-    if not isinstance(plan, BatchPlan):
-        raise refuse("plan", "be a BatchPlan or None", type(plan).__name__, advice)
+    call = planned_problem(problem)
     for field in dataclasses.fields(Problem):
-        made, wanted = getattr(plan.problem, field.name), getattr(planned_problem(problem), field.name)
+        made, wanted = getattr(planned.problem, field.name), getattr(call, field.name)
         if made != wanted:
-            raise refuse("plan", f"be made for {field.name} = {wanted}", made, advice)
-    if backend not in ("auto", plan.backend):
-        raise refuse("plan", f"be made for backend {backend!r}", repr(plan.backend), advice)
-    if config not in (None, plan.config):
-        raise refuse("plan", f"be made for config {config}", plan.config, advice)
+            raise refuse("plan", f"be made for {field.name} = {wanted}", made, _ONE_PLAN)
+    if backend not in ("auto", planned.backend):
+        raise refuse("plan", f"be made for backend {backend!r}", repr(planned.backend), _ONE_PLAN)
+    if config is not None and complete_config(config, usual_card(planned.backend)) != planned.config:
+        raise refuse("plan", f"be made for config {config}", planned.config, _ONE_PLAN)

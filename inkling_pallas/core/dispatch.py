@@ -10,13 +10,14 @@ from typing import Any
 
 import jax.core
 
-from inkling_pallas.core.devices import default_device, device_capability
+from inkling_pallas.core.devices import B200, H200, Card, card_of, default_device, device_capability
 from inkling_pallas.core.errors import refuse
 from inkling_pallas.core.problem import Problem
 
 BACKENDS = ("portable", "hopper", "blackwell")
 # Fastest first, by the major compute capability of the default device; any other device takes portable.
 _KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {9: ("hopper",), 10: ("blackwell",), 11: ("blackwell",)}
+_USUAL_CARDS = {"hopper": H200, "blackwell": B200}  # of kernels that are named where no card of theirs is
 
 
 class PortableFallbackWarning(UserWarning):
@@ -67,14 +68,31 @@ def choose(problem: Problem, backend: str, config: Any) -> Choice:
     passed_over = []
     for name in _candidates(known_backend(backend)):
         module = load_backend(name)
-        reason = module.unsupported(problem) or _wrong_config(module, config, name, backend)
+        card = usual_card(name)
+        reason = module.unsupported(problem, card) or _wrong_config(module, config, name, backend)
         if reason is None and backend == "auto":
             reason = getattr(module, "unproven", _proven)(problem)
         if reason is None:
-            return Choice(backend=name, config=config or module.choose_config(problem), passed_over=tuple(passed_over))
+            chosen = module.choose_config(problem, card) if config is None else complete_config(config, card)
+            return Choice(backend=name, config=chosen, passed_over=tuple(passed_over))
         passed_over.append((name, reason))
     reasons = " ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise NotImplementedError(f"No backend takes this call. {reasons}")
+
+
+def usual_card(name: str, device: Any = None) -> Card:
+    """Returns the card for the kernels of a backend: a device (the default one if None), or what they are meant for.
+
+    They are for another card than the device's where a call is exported, compiled elsewhere or interpreted.
+    """
+    device = device or default_device()
+    card = card_of(device) if name in kernels_of(device) else None
+    return card or _USUAL_CARDS.get(name, H200)
+
+
+def complete_config(config: Any, card: Card) -> Any:
+    """Returns a config with what it leaves to the card filled in."""
+    return config.on(card) if hasattr(config, "on") else config
 
 
 def known_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> str:

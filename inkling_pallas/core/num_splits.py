@@ -1,12 +1,9 @@
 """Into how many parts the keys of a sequence may be split."""
 
 from inkling_pallas.core.buckets import bucket_max_seqlen_q
-from inkling_pallas.core.devices import device_capability
+from inkling_pallas.core.devices import H200, card_of, device_capability
 from inkling_pallas.core.errors import refuse, static_int
 
-# Our split-KV bound on Hopper. One sequence can use every SM of the card (132 on an H100 or H200); a power of two keeps
-# the number of compiled variants small as max_kv_len grows.
-_HOPPER_MAX_SPLITS = 256
 _KEYS_PER_SPLIT = 128
 
 
@@ -59,7 +56,9 @@ def inkling_num_splits(
         raise refuse("num_heads", rule, num_heads, advice)
     major = (capability or device_capability() or (0, 0))[0]
     if major == 9 and not match_vllm:
-        return min(_HOPPER_MAX_SPLITS, bucket_max_seqlen_q(-(-max_kv_len // _KEYS_PER_SPLIT)))
+        # One sequence can use every SM; powers of two keep the compiled variants few as max_kv_len grows.
+        most = (card_of() if capability is None else None) or H200
+        return bucket_max_seqlen_q(min(most.num_sms, -(-max_kv_len // _KEYS_PER_SPLIT)))
     if is_local or major == 9:
         return 1
     q_tiles = -(-max_query_len * (num_heads // num_kv_heads) // 256)

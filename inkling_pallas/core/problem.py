@@ -55,7 +55,7 @@ class Problem:
     dtype: str
     out_dtype: str
     return_lse: bool
-    layout: str = "separate"  # of the cache: one of layouts.LAYOUTS
+    layout: str = "separate"  # of the cache: one of cache_layouts.LAYOUTS
     sheared: bool = False  # rel_logits come as ShearedLogits
 
     @property

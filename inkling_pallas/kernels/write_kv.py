@@ -17,12 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.core.cache_layouts import CacheDims, cache_dims
+from inkling_pallas.core.devices import H200, Card
 from inkling_pallas.kernels import mosaic
 
 _WARPS = 4  # two runs of tokens, each of K and of V
 _RUN_BYTES = 8 * 1024  # of a warp: a CTA takes 32 KiB, and six share an SM
 _MAX_RUN = 16  # copies that a warp issues are unrolled
-_MANY_CTAS = 4 * 132  # short runs for few tokens, so that all SMs take part
+_MANY_CTAS = 4  # for each SM: short runs for few tokens, so that all SMs take part
 _MANY_TOKENS = 1024
 _SMEM_ALIGNMENT = 128  # of the start of a copy
 _MAX_BOX = 256  # elements of a copy along an axis
@@ -36,6 +37,7 @@ class Writing:
     layout: str
     dtype: str
     num_tokens: int
+    card: Card = H200
 
     @property
     def row_bytes(self) -> int:
@@ -45,7 +47,7 @@ class Writing:
     @property
     def run(self) -> int:
         """Tokens of a warp."""
-        spread = -(-self.num_tokens // (2 * _MANY_CTAS))
+        spread = -(-self.num_tokens // (2 * _MANY_CTAS * self.card.num_sms))
         return max(1, min(_RUN_BYTES // self.row_bytes, _MAX_RUN, spread))
 
 
@@ -159,7 +161,8 @@ def _copy_run(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def describe(cache_arrays: tuple[Any, ...], layout: str, num_tokens: int) -> Writing:
+def describe(cache_arrays: tuple[Any, ...], layout: str, num_tokens: int, card: Card = H200) -> Writing:
     """Returns the static facts of a write to the arrays of a cache."""
     dims = cache_dims(layout, cache_arrays[0].shape)
-    return Writing(dims=dims, layout=layout, dtype=np.dtype(cache_arrays[0].dtype).name, num_tokens=num_tokens)
+    dtype = np.dtype(cache_arrays[0].dtype).name
+    return Writing(dims=dims, layout=layout, dtype=dtype, num_tokens=num_tokens, card=card)

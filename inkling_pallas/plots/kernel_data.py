@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inkling_pallas.core import sheared_layout
+from inkling_pallas.core.devices import H200
 from inkling_pallas.core.problem import Lengths, Problem
 from inkling_pallas.core.safe_lengths import safe_sequences
 from inkling_pallas.kernels.mosaic import wgmma_rows
@@ -69,12 +70,12 @@ class RowBands(NamedTuple):
     sequence: int
     row: int
     tokens: int
-    bands: tuple[int, ...]  # as in `worklist.Bands`: window's edge, far, biased, masked, and where they end
+    bands: tuple[int, ...]  # as in `tile_list.Bands`: window's edge, far, biased, masked, and where they end
 
 
 def prefill_bands(batch: Batch, *, block_kv: int = 64) -> list[RowBands]:
     """Returns the bands of every warpgroup of a prefill, in the order in which the kernel takes its tiles."""
-    tiling = RowTiling(problem=batch.problem(), block_kv=block_kv, num_stages=2, num_ctas=132, interpret=True)
+    tiling = RowTiling(problem=batch.problem(), block_kv=block_kv, num_stages=2, num_ctas=H200.num_sms, interpret=True)
     work = tile_list_kernel.make_worklist(batch.lengths(), tiling, True)
     found = []
     for words in work.items[: int(work.table[4, -1])]:

@@ -15,7 +15,6 @@ from inkling_pallas.testing.cases import Case
 
 JUDGED_ROWS = 32
 ROW_LIMIT = 8e-3
-_COLD_BYTES = 640 * 10**6  # over ten times the L2 cache of a card
 _FLUSH_WORDS = 1 << 28
 _MEMORY_SHARE = 0.3
 _CALLS = 20
@@ -102,8 +101,9 @@ def time_sets(
       make: returns the call of a set of inputs, whose result is [num_tokens, num_heads, head_dim].
       with_bias: whether the result has the bias in it.
     """
+    cold_bytes = 10 * torch.cuda.get_device_properties(0).L2_cache_size + 10**7
     room = int(_MEMORY_SHARE * torch.cuda.mem_get_info()[0] / input_bytes(case))
-    sets = max(1, min(16, room, 1 + math.ceil(_COLD_BYTES / cost(case).num_bytes)))
+    sets = max(1, min(16, room, 1 + math.ceil(cold_bytes / cost(case).num_bytes)))
     inputs = [make_inputs(torch, case, seed, "cuda") for seed in range(sets)]
     calls = [make(one) for one in inputs]
     judged = (

@@ -4,11 +4,13 @@ Interpreted and assembled (for sm_100a), never run on a card: `auto` does not ta
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.core.devices import B200, Card
 from inkling_pallas.core.problem import Lengths, Operands, Problem
 from inkling_pallas.core.safe_lengths import shifts_of_rows
 from inkling_pallas.core.sheared_layout import ShearedLogits
@@ -25,25 +27,30 @@ _MAX_ROWS = 64  # packed query rows of a sequence per kv head up to which keys a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tuning choices: keys of a tile, tiles in flight, bias blocks in flight, CTAs (one per SM), and what they walk.
+    """Tuning choices: keys of a tile, tiles in flight, bias blocks in flight, CTAs, and what they walk.
 
-    With `splits` CTAs take equal shares of all keys, or whole units in turn, else whole tiles of query rows.
+    Where `num_ctas` is None there is one for each SM. With `splits` CTAs take equal shares of all keys, or whole units
+    in turn, else whole tiles of query rows.
     """
 
     block_kv: int = 64
     num_stages: int = 3
     band_slots: int = 1
-    num_ctas: int = 148
+    num_ctas: int | None = None
     splits: bool = False
+
+    def on(self, card: Card) -> "Config":
+        """Returns the config with its number of CTAs: where none is given, one for each SM."""
+        return dataclasses.replace(self, num_ctas=self.num_ctas or card.num_sms)
 
 
 def tiling_of(problem: Problem, config: Config, interpret: bool = False) -> TensorTiling:
     """Returns how the kernel cuts a problem, whose table is sheared by then."""
     problem = dataclasses.replace(problem, sheared=True)
-    return TensorTiling(problem=problem, interpret=interpret, **dataclasses.asdict(config))
+    return TensorTiling(problem=problem, interpret=interpret, **dataclasses.asdict(config.on(B200)))
 
 
-def unsupported(problem: Problem) -> str | None:
+def unsupported(problem: Problem, card: Card = B200) -> str | None:
     """Returns why this backend does not take a problem, or None if it does."""
     p, portable = problem, 'Use backend="portable".'
     tiles = tiling_of(p, Config(splits=True)).most_positions if _has_few_rows(p) else 0
@@ -62,10 +69,10 @@ def unsupported(problem: Problem) -> str | None:
     for holds, sentence in rules:
         if not holds:
             return f"{sentence} {portable}"
-    if not candidates(problem):
+    if not candidates(problem, card):
         return f"batch_size must leave room for its lengths in shared memory; got {p.batch_size}. {portable}"
     plain = jax.ShapeDtypeStruct((p.num_tokens, p.num_heads, p.rel_extent), jnp.dtype(p.dtype))
-    return None if p.sheared else shear.unsupported(plain, p.rel_extent, projects=False)
+    return None if p.sheared else shear.unsupported(plain, p.rel_extent, projects=False, card=card)
 
 
 def unproven(problem: Problem) -> str:
@@ -75,20 +82,25 @@ def unproven(problem: Problem) -> str:
     return f"its kernel was interpreted and assembled, but has not run on a card yet. Check it on this one: {command}"
 
 
-def candidates(problem: Problem) -> list[Config]:
+@functools.lru_cache(maxsize=4096)
+def candidates(problem: Problem, card: Card = B200) -> tuple[Config, ...]:
     """Returns configurations that fit, from the one with most bytes in flight on. None was measured."""
     splits = _has_few_rows(problem)
-    configs = [Config(num_stages=stages, band_slots=slots, splits=splits) for stages in (4, 3, 2) for slots in (2, 1)]
-    return [config for config in configs if blackwell_kernel.fits(tiling_of(problem, config))]
+    configs = [
+        Config(num_stages=stages, band_slots=slots, num_ctas=card.num_sms, splits=splits)
+        for stages in (4, 3, 2)
+        for slots in (2, 1)
+    ]
+    return tuple(config for config in configs if blackwell_kernel.fits(tiling_of(problem, config), card))
 
 
 def _has_few_rows(problem: Problem) -> bool:
     return problem.max_seqlen_q * problem.group <= _MAX_ROWS
 
 
-def choose_config(problem: Problem) -> Config:
+def choose_config(problem: Problem, card: Card = B200) -> Config:
     """Returns the first configuration that fits."""
-    return candidates(problem)[0]
+    return candidates(problem, card)[0]
 
 
 class Plan(NamedTuple):
@@ -117,16 +129,17 @@ def attend(
     Returns:
       out_dtype[num_tokens, num_heads, head_dim], float32[num_tokens, num_heads] or None.
     """
-    operands = operands._replace(rel_logits=_shear(problem, operands.rel_logits, plan.lengths, interpret))
     tiling = tiling_of(problem, config, bool(interpret))
+    operands = operands._replace(rel_logits=_shear(operands.rel_logits, plan.lengths, tiling, interpret))
     outputs = outputs_of(operands, problem)
     outputs = blackwell_kernel.attend(operands, plan.work or plan.lengths, outputs, tiling, interpret)
     return results_of(outputs, problem)
 
 
-def _shear(problem: Problem, bias: jax.Array | ShearedLogits, lengths: Lengths, interpret: Any) -> ShearedLogits:
+def _shear(bias: jax.Array | ShearedLogits, lengths: Lengths, tiling: TensorTiling, interpret: Any) -> ShearedLogits:
     """Returns the bias in the sheared layout."""
     if isinstance(bias, ShearedLogits):
         return bias
-    shifts = shifts_of_rows(problem.num_tokens, lengths, problem.rel_extent)
-    return ShearedLogits(table=shear.shear(bias, shifts, interpret), shifts=shifts, rel_extent=problem.rel_extent)
+    extent, card = tiling.problem.rel_extent, dataclasses.replace(B200, num_sms=tiling.num_ctas)
+    shifts = shifts_of_rows(tiling.problem.num_tokens, lengths, extent)
+    return ShearedLogits(table=shear.shear(bias, shifts, interpret, card), shifts=shifts, rel_extent=extent)

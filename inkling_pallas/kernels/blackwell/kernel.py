@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.devices import Card
 from inkling_pallas.core.problem import Lengths, Operands
 from inkling_pallas.kernels import combine, mosaic
 from inkling_pallas.kernels.blackwell import (
@@ -31,15 +32,15 @@ from inkling_pallas.kernels.schedule import seq_table
 from inkling_pallas.kernels.schedule.tile_list import Worklist
 from inkling_pallas.kernels.schedule.tiling import WARPGROUPS
 
-_SMEM_BYTES = 226 * 1024  # less than a CTA may have, for barriers and alignment
+_MARGIN = 1024  # of shared memory, for barriers and alignment
 # Registers of a thread: 4 x 128 threads share 64 K.
 _SOFTMAX, _CORRECTION, _COPYING = 168, 96, 80
 
 
-def fits(tiling: TensorTiling) -> bool:
+def fits(tiling: TensorTiling, card: Card) -> bool:
     """True if the buffers fit a CTA's shared and tensor memory, as the table of a list does, and a block a copy."""
     return (
-        max(scratch.smem_bytes(tiling), seq_table.smem_bytes(tiling)) <= _SMEM_BYTES
+        max(scratch.smem_bytes(tiling), seq_table.smem_bytes(tiling)) <= card.cta_smem - _MARGIN
         and tiling.tensor_columns <= TENSOR_COLUMNS
         and tiling.band_width <= 256
     )

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from inkling_pallas.core.devices import H200, Card
 from inkling_pallas.core.problem import Lengths, Operands, Problem
 from inkling_pallas.kernels.hopper import decode_launch, prefill_launch
 from inkling_pallas.kernels.hopper.configs import (
@@ -23,7 +24,7 @@ from inkling_pallas.kernels.schedule.tiling import LINE_LIMIT
 __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
 
 
-def unsupported(problem: Problem) -> str | None:
+def unsupported(problem: Problem, card: Card = H200) -> str | None:
     """Returns why this backend does not take a problem, or None if it does."""
     p, portable = problem, 'Use backend="portable".'
     rules: list[tuple[bool, str]] = [
@@ -46,14 +47,14 @@ def unsupported(problem: Problem) -> str | None:
     for holds, sentence in rules:
         if not holds:
             return f"{sentence} {portable}"
-    if not candidates(problem):
+    if not candidates(problem, card):
         return f"batch_size must leave room for its lengths in shared memory on Hopper; got {p.batch_size}. {portable}"
     return None
 
 
-def choose_config(problem: Problem) -> Config:
+def choose_config(problem: Problem, card: Card = H200) -> Config:
     """Returns the first configuration that fits; the order is that of measurements on an H200."""
-    return candidates(problem)[0]
+    return candidates(problem, card)[0]
 
 
 class Plan(NamedTuple):

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from inkling_pallas.core.devices import Card
 from inkling_pallas.core.problem import Operands
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper import prefill, prefill_scratch
@@ -12,13 +13,13 @@ from inkling_pallas.kernels.schedule import seq_table
 from inkling_pallas.kernels.schedule.tile_list import Worklist
 from inkling_pallas.kernels.schedule.tiling import RowTiling
 
-_SMEM_BYTES = 226 * 1024  # less than a CTA may have, for barriers and alignment
+_MARGIN = 1024  # of shared memory, for barriers and alignment
 
 
-def fits(tiling: RowTiling) -> bool:
+def fits(tiling: RowTiling, card: Card) -> bool:
     """True if shared memory holds the buffers, and the table of the kernel that lists, and a bias block fits a copy."""
     return (
-        max(prefill_scratch.smem_bytes(tiling), seq_table.smem_bytes(tiling)) <= _SMEM_BYTES
+        max(prefill_scratch.smem_bytes(tiling), seq_table.smem_bytes(tiling)) <= card.cta_smem - _MARGIN
         and tiling.band_width <= 256
     )
 

@@ -35,14 +35,14 @@ class _Softmax(NamedTuple):
     acc: jax.Array  # f32[t, h, g, q, d]
 
 
-def unsupported(problem: Problem) -> str | None:
+def unsupported(problem: Problem, card: Any = None) -> str | None:
     """Returns why this backend refuses the problem, or None."""
     if problem.head_dim % 8 or not 16 <= problem.head_dim <= 256:
         return f"head_dim must be 16 to 256 in steps of 8; got {problem.head_dim}. Pad q and the caches with zeros."
     return None
 
 
-def choose_config(problem: Problem) -> Config:
+def choose_config(problem: Problem, card: Any = None) -> Config:
     """Returns tile sizes for the default device.
 
     On a CPU the scores of a step stay in its cache. On a GPU a step should be worth its dozen kernel launches: for one

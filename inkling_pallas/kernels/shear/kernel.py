@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.devices import H200, Card
 from inkling_pallas.core.sheared_layout import ALIGNMENT
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.mosaic.ptx.sheared_stores import ROWS
@@ -49,33 +50,35 @@ class _Smem(NamedTuple):
     proj: Any  # [half of d_rel, column, 8]
 
 
-def unsupported(source: Any, rel_extent: int, *, projects: bool) -> str | None:
+def unsupported(source: Any, rel_extent: int, *, projects: bool, card: Card = H200) -> str | None:
     """Returns why the kernels do not make a table of some extent from `source`, or None if they do.
 
     Args:
       source: r if `projects`, else rel_logits.
       rel_extent: of the table.
       projects: whether it is `project` that is asked for.
+      card: that will run them.
     """
     try:
-        ShearTiles.make(source, rel_extent, False, projects)
+        ShearTiles.make(source, rel_extent, False, projects=projects, card=card)
     except NotImplementedError as error:
         return str(error)
     return None
 
 
-def shear(rel_logits: jax.Array, shifts: jax.Array, interpret: Any) -> jax.Array:
-    """Returns `sheared.shear_rows(rel_logits, shifts)`.
+def shear(rel_logits: jax.Array, shifts: jax.Array, interpret: Any, card: Card = H200) -> jax.Array:
+    """Returns `sheared_layout.shear_rows(rel_logits, shifts)`.
 
     Args:
       rel_logits: bf16 or f16 [num_tokens, num_heads, rel_extent], whose extent is a multiple of 8.
       shifts: int32[num_tokens]; -1 in rows of no sequence.
       interpret: a bool or the interpreter's parameters.
+      card: that will run the kernel.
 
     Raises:
       NotImplementedError: for another dtype or extent.
     """
-    tiles = ShearTiles.make(rel_logits, rel_logits.shape[2], bool(interpret))
+    tiles = ShearTiles.make(rel_logits, rel_logits.shape[2], bool(interpret), card=card)
 
     def make(smem: _Smem, source: Any, out: Any, tokens: Tokens) -> None:
         del smem
@@ -84,8 +87,10 @@ def shear(rel_logits: jax.Array, shifts: jax.Array, interpret: Any) -> jax.Array
     return _launch(make, _Gmem(rel_logits, shifts[None], None, None), tiles, interpret)
 
 
-def project(r: jax.Array, proj: jax.Array, tau: jax.Array | None, shifts: jax.Array, interpret: Any) -> jax.Array:
-    """Returns `sheared.shear_rows(relative_logits(r, proj, tau), shifts)`.
+def project(
+    r: jax.Array, proj: jax.Array, tau: jax.Array | None, shifts: jax.Array, interpret: Any, card: Card = H200
+) -> jax.Array:
+    """Returns `sheared_layout.shear_rows(relative_logits(r, proj, tau), shifts)`.
 
     Args:
       r: bf16 or f16 [num_tokens, num_heads, 16].
@@ -93,11 +98,12 @@ def project(r: jax.Array, proj: jax.Array, tau: jax.Array | None, shifts: jax.Ar
       tau: float32[num_tokens] or None.
       shifts: int32[num_tokens]; -1 in rows of no sequence.
       interpret: a bool or the interpreter's parameters.
+      card: that will run the kernel.
 
     Raises:
       NotImplementedError: for another dtype, extent or d_rel.
     """
-    tiles = ShearTiles.make(r, proj.shape[1], bool(interpret), projects=True)
+    tiles = ShearTiles.make(r, proj.shape[1], bool(interpret), projects=True, card=card)
 
     def make(smem: _Smem, source: Any, out: Any, tokens: Tokens) -> None:
         tile_rows.write_products(out, smem.proj, source, tokens, heads=tiles.num_heads, interpret=tiles.interpret)

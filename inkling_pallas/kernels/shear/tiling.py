@@ -7,13 +7,12 @@ from typing import Any, Self
 import numpy as np
 from jax import lax
 
+from inkling_pallas.core.devices import H200, Card
 from inkling_pallas.core.sheared_layout import ALIGNMENT, sheared_width
 from inkling_pallas.kernels.mosaic.ptx.sheared_stores import ROWS
 
 D_REL = 16  # of the relative query: one step of the tensor core
 THREADS = 128
-_SMS = 132  # of an H200
-_SMEM_OF_SM = 227 * 1024
 _MARGIN = 4 * 1024  # barriers, and what the compiler adds to align buffers
 _LINE = 128  # elements; copies of whole lines are the fastest
 _BOX = 256  # lines that one copy takes at most
@@ -29,9 +28,10 @@ class ShearTiles:
     dtype: Any
     interpret: bool
     projects: bool  # from the relative query, else from plain rows
+    card: Card = H200
 
     @classmethod
-    def make(cls, source: Any, rel_extent: int, interpret: bool, projects: bool = False) -> Self:
+    def make(cls, source: Any, rel_extent: int, interpret: bool, *, projects: bool = False, card: Card = H200) -> Self:
         """Returns how the table is cut that is made from `source`, [num_tokens, num_heads, d_rel or rel_extent].
 
         Raises:
@@ -39,8 +39,8 @@ class ShearTiles:
         """
         num_tokens, num_heads, width = source.shape
         sizes = {"num_tokens": num_tokens, "num_heads": num_heads, "rel_extent": rel_extent, "dtype": source.dtype}
-        tiles = cls(**sizes, interpret=interpret, projects=projects)
-        name, room = np.dtype(source.dtype).name, tiles.smem_bytes(*tiles.buffers) <= _SMEM_OF_SM
+        tiles = cls(**sizes, interpret=interpret, projects=projects, card=card)
+        name, room = np.dtype(source.dtype).name, tiles.smem_bytes(*tiles.buffers) <= tiles.card.cta_smem
         rules: list[tuple[bool, str]] = [
             (not projects or width == D_REL, f"r must have d_rel = {D_REL}; got {width}."),
             (name in ("bfloat16", "float16"), f"the dtype must be bfloat16 or float16 for the kernel; got {name}."),
@@ -95,7 +95,7 @@ class ShearTiles:
     def buffers(self) -> tuple[int, int]:
         """Tiles whose source is in flight or in use, and tiles whose result is: the most that fit."""
         sizes = [(3, 2), (2, 2), (2, 1)]
-        return next((size for size in sizes if self.smem_bytes(*size) <= _SMEM_OF_SM), sizes[-1])
+        return next((size for size in sizes if self.smem_bytes(*size) <= self.card.cta_smem), sizes[-1])
 
     def smem_bytes(self, sources: int, results: int) -> int:
         """Returns what a CTA takes."""
@@ -105,8 +105,8 @@ class ShearTiles:
     @property
     def workers(self) -> int:
         """CTAs: two for each SM where they fit."""
-        of_sm = 2 if 2 * self.smem_bytes(*self.buffers) <= _SMEM_OF_SM else 1
-        return max(1, min(self.num_tiles, of_sm * _SMS))
+        of_sm = 2 if 2 * self.smem_bytes(*self.buffers) <= self.card.cta_smem else 1
+        return max(1, min(self.num_tiles, of_sm * self.card.num_sms))
 
     @property
     def tokens_of_tile(self) -> int:

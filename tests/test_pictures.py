@@ -137,5 +137,5 @@ def test_a_row_of_no_sequence_and_no_such_sequence_are_named():
 
 
 def test_importing_pictures_does_not_import_matplotlib():
-    source = "import sys, inkling_pallas.pictures; sys.exit('matplotlib' in sys.modules)"
+    source = "import sys, inkling_pallas.plots.call; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", source]).returncode == 0

@@ -156,7 +156,7 @@ def test_an_interpreted_kernel_has_few_ctas_and_keeps_few_clusters(monkeypatch):
     assert config_of(clusters) == clusters
     assert config_of(many) == alone
     assert config_of(rows) == dataclasses.replace(rows, num_ctas=2, few_rows=alone)
-    assert config_of(blackwell.Config()) == blackwell.Config(num_ctas=2)
+    assert config_of(blackwell.Config(num_ctas=148)) == blackwell.Config(num_ctas=2)
 
 
 def test_check_interprets_a_kernel_whose_card_is_not_there(monkeypatch, capsys):

@@ -52,6 +52,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     _let_xla_optimize(_HAS_CARD or any(map(item.get_closest_marker, _OPTIMIZED)))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuses a test that `make test` would run on neither jax: `small` ones run on the second, these do not."""
+    other = {"full", "interpreter", "host"} & {mark.name for mark in item.iter_markers()}
+    if item.get_closest_marker("small") and other:
+        raise pytest.UsageError(f"{item.nodeid} is marked small and {', '.join(other)}: no jax would run it")
+
+
 def _let_xla_optimize(wanted: bool) -> None:
     """Sets it for what is compiled from now on: jit does not look at it, so what was compiled otherwise goes."""
     if jax.config.read("jax_disable_most_optimizations") == wanted:

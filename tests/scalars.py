@@ -1,4 +1,4 @@
-"""Runs jnp arithmetic on int32 scalars, loops and branches included, on the host's own ints: no compile, no dispatch."""
+"""Runs jnp arithmetic on int32 scalars, loops and branches included, on Python's own ints: nothing compiles."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -21,7 +21,8 @@ def _slice(array: np.ndarray, *starts: int, slice_sizes: tuple[int, ...]) -> np.
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": _div, "rem": lambda x, y: x - _div(x, y) * y,
-    "max": max, "min": min, "and": operator.and_, "or": operator.or_, "clamp": lambda low, x, high: min(max(x, low), high),
+    "max": max, "min": min, "clamp": lambda low, x, high: min(max(x, low), high),
+    "and": operator.and_, "or": operator.or_,
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
     "select_n": lambda which, *cases: cases[which],
     "convert_element_type": lambda x, new_dtype, **_: new_dtype.type(x).item(),

@@ -81,6 +81,7 @@ def test_a_batch_says_what_it_was_made_from(drawn):
     ip.check_batch(rows, cache, None, **batch.arguments(), **STATIC, rel_logits=logits)
 
 
+@pytest.mark.optimized
 def test_layers_share_a_pool_in_place():
     """Each layer writes and reads pages of its own; the carry of the scan is the donated pool itself."""
     layers, shape = 3, {"num_blocks": 1000, "block_size": 16}

@@ -15,6 +15,8 @@ from inkling_pallas.core.problem import Problem, Sequences
 from inkling_pallas.kernels.schedule import seq_table, split_kv, stream_k
 from inkling_pallas.kernels.schedule.tiling import MAX_COLUMNS, Tiling
 
+pytestmark = pytest.mark.host
+
 Piece = collections.namedtuple("Piece", split_kv.Piece._fields)  # of ints
 
 
@@ -118,7 +120,7 @@ def test_far_tiles_are_those_without_a_distance_inside_the_extent(first_pos, ext
 
 @jax.jit
 def shares(length, ctas):
-    """Where on a line each share starts, and the owner of each position; of more shares and positions than there are."""
+    """Where each share of a line starts, and the owner of each position; more of both than there are."""
     line = stream_k.share_line(length, ctas)
     return stream_k.share_start(line, jnp.arange(41)), stream_k.share_of(line, jnp.arange(400))
 

@@ -9,6 +9,8 @@ from test_benchmark import FIXED, TINY
 from inkling_pallas.bench import clocks, command, sheared, workloads
 from inkling_pallas.relative_bias import sheared_relative_logits
 
+pytestmark = pytest.mark.host
+
 
 @pytest.fixture
 def tiny(monkeypatch):

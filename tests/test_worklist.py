@@ -16,6 +16,8 @@ from inkling_pallas.core.problem import Lengths, Problem, Sequences
 from inkling_pallas.kernels.schedule import tile_list, tile_list_kernel
 from inkling_pallas.kernels.schedule.tiling import ROWS, WARPGROUPS, RowTiling
 
+pytestmark = pytest.mark.host
+
 Edges = collections.namedtuple("Edges", tile_list.Bands._fields)  # of ints
 Ints = collections.namedtuple("Ints", tile_list.Item._fields)
 HEADS = 2

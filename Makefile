@@ -61,7 +61,7 @@ endif
 
 quick: .venv/.test  ## one jax, no kernels and no long cases: about 3 minutes on 2 cores
 	@echo "make quick takes about 3 minutes on 2 cores"
-	@.venv/$(pytest) -m "not full and not interpreter and not lowering" $(ARGS)
+	@.venv/$(pytest) -m "not full and not interpreter and not lowering and not slow" $(ARGS)
 
 lint: .venv/.test  ## ruff, the format check and pyright: about 1 minute
 	$(ruff)

@@ -351,6 +351,7 @@ def served_steps(
         running = {i: r for i, r in running.items() if r.keys < r.context + r.generated}
 
 
+@pytest.mark.slow
 def test_warmup_compiles_all_that_a_trace_needs():
     """The real step, after warmup, is never traced again; 5,000 steps at most, as a long trace overruns this server."""
     path = trace_path()

@@ -50,6 +50,7 @@ def test_full_case(case):
     _judge(case)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", promises.CONTRACT_CHECKS)
 def test_contract(kind):

@@ -26,6 +26,7 @@ def test_the_demo_is_green(capsys):
     assert "Green" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.host
 def test_the_demo_draws_and_takes_a_layout(tmp_path, capsys):
     picture = tmp_path / "overview.png"
@@ -36,6 +37,7 @@ def test_the_demo_draws_and_takes_a_layout(tmp_path, capsys):
     assert "No such file or directory" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.host
 def test_a_red_demo_says_so(capsys, monkeypatch):
     monkeypatch.setattr(demo, "error_limit", lambda *_: 1e-9)
@@ -43,6 +45,7 @@ def test_a_red_demo_says_so(capsys, monkeypatch):
     assert "RED: global: mixed batch" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.host
 def test_the_demo_takes_a_trace(tmp_path, capsys):
     path = tmp_path / "trace.csv"

@@ -34,6 +34,7 @@ def broken_links(text: str, folder: Path = ROOT) -> list[str]:
     return [target for target in targets if "://" not in target and not (folder / target).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", *PAGES])
 def test_the_code_of_a_document_runs(document):
     run_python_blocks((ROOT / document).read_text(encoding="utf-8"), document)

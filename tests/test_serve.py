@@ -32,6 +32,7 @@ SCARCE = ["--global-pages", "70", "--local-pages", "24", "--local-layers", "2"]
 TINY = f"--requests 1 --shrink 32 --token-budget 16 --chunk 16 --max-seqs 1 {SHAPES} {EVERYTHING}".split()
 
 
+@pytest.mark.slow
 def test_24_requests_step_by_step_with_preemption(tmp_path, capsys):
     assert main(["serve-sim", *SMALL, *SCARCE, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -100,11 +101,13 @@ class NotWrittenAgain:
         return step
 
 
+@pytest.mark.slow
 @pytest.mark.host
 def test_the_loop_is_green_in_another_layout(compiled):
     assert red_steps(compiled) == []
 
 
+@pytest.mark.slow
 @pytest.mark.host
 @pytest.mark.parametrize(
     "broken",
@@ -124,6 +127,7 @@ def without_bias(*args, rel_logits, **rest):
     return ip.inkling_rel_attention(*args, rel_logits=jnp.zeros_like(rel_logits), **rest)
 
 
+@pytest.mark.slow
 @pytest.mark.host
 @pytest.mark.parametrize(
     ("place", "name", "broken"),

@@ -71,6 +71,7 @@ def listed(name, window):
     return tiling, jax.tree.map(np.asarray, make_list(tiling, q_lens, kv_lens))
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("window", [None, 63])
 @pytest.mark.parametrize("name", BATCHES)
 def test_items_hold_every_row_once_with_most_keys_first(name, window):
@@ -90,6 +91,7 @@ def test_items_hold_every_row_once_with_most_keys_first(name, window):
     assert all(a.tiles + slack >= b.tiles for i, a in enumerate(live) for b in live[i:])
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("ctas", [1, 4, 7, 40])
 @pytest.mark.parametrize("name", BATCHES)
 def test_ctas_share_the_list_and_count_what_they_did(name, ctas):

@@ -42,7 +42,7 @@ help:  ## list the targets
 demo: .venv/.demo  ## one serving step with a paged cache, checked against the oracle; options in ARGS="..."
 	.venv/bin/python -m inkling_pallas demo $(ARGS)
 
-ifeq ($(ARGS),)
+ifeq ($(strip $(ARGS)),)
 test: .venv/.test .venv-jax012/.test  ## lint, every test, first the small form on jax 0.12: about 12 minutes on 2 cores
 	@echo "make test takes about 12 minutes on 2 cores; make quick, without kernels and long cases, about 3"
 	$(ruff)

@@ -352,6 +352,7 @@ def served_steps(
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 def test_warmup_compiles_all_that_a_trace_needs():
     """The real step, after warmup, is never traced again; 5,000 steps at most, as a long trace overruns this server."""
     path = trace_path()

@@ -24,6 +24,12 @@ def _is_run(case: Case) -> bool:
     return case.kind != "head_dim" or case.head_dim in _HEAD_DIMS
 
 
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    """A case of more than so many pairs takes longer to run without XLA's optimizations than it does to compile."""
+    pairs = sum(q_len * kv_len for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True))
+    return [pytest.mark.optimized] if pairs * case.num_heads > 3_000_000 else []
+
+
 FULL_CASES = [case for case in catalog.full_cases() if _is_run(case)]
 
 
@@ -45,7 +51,7 @@ def test_small_case(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", FULL_CASES, ids=_id)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=_marks(case), id=case.name) for case in FULL_CASES])
 def test_full_case(case):
     _judge(case)
 

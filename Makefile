@@ -24,21 +24,47 @@ endif
 
 pip_install = bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint format environments clean
+pytest = bin/python -m pytest -n auto --dist worksteal
+
+# What `make test` runs on the second jax; the first runs all but the small form, which its full form holds.
+on_second_jax := not full and not interpreter and not host
+
+define ruff
+.venv/bin/ruff check
+.venv/bin/ruff format --check
+endef
+
+.PHONY: help demo test quick lint format environments clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 22
 
 demo: .venv/.demo  ## one serving step with a paged cache, checked against the oracle; options in ARGS="..."
 	.venv/bin/python -m inkling_pallas demo $(ARGS)
 
-test: lint .venv-jax012/.test  ## lint, the whole suite, then its small form on the newest jax 0.12
-	.venv/bin/python -m pytest -n auto --durations 10 $(ARGS)
-	JAX_PLATFORMS=cpu .venv-jax012/bin/python -m pytest -n auto -m "not full and not interpreter" $(ARGS)
+ifeq ($(strip $(ARGS)),)
+test: .venv/.test .venv-jax012/.test  ## lint, every test, first the small form on jax 0.12: about 12 minutes on 2 cores
+	@echo "make test takes about 12 minutes on 2 cores; make quick, without kernels and long cases, about 3"
+	$(ruff)
+	@echo "jax 0.12, the small form; pyright beside it, its output is below"
+	@.venv/bin/pyright > .venv/pyright.txt 2>&1 & types=$$!; failed=; \
+	JAX_PLATFORMS=cpu .venv-jax012/$(pytest) -m "$(on_second_jax)" || failed="$$failed tests"; \
+	wait $$types || failed="$$failed pyright"; \
+	cat .venv/pyright.txt; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
+	@echo "jax $(JAX), the whole suite"
+	@.venv/$(pytest) -m "not small" --durations 10
+else
+test: .venv/.test  ## with ARGS="-k decode" or other options of pytest: only that, on one jax
+	.venv/$(pytest) $(ARGS)
+endif
 
-lint: .venv/.test  ## ruff, the format check and pyright
-	.venv/bin/ruff check
-	.venv/bin/ruff format --check
+quick: .venv/.test  ## one jax, no kernels and no long cases: about 3 minutes on 2 cores
+	@echo "make quick takes about 3 minutes on 2 cores"
+	@.venv/$(pytest) -m "not full and not interpreter and not lowering and not slow" $(ARGS)
+
+lint: .venv/.test  ## ruff, the format check and pyright: about 1 minute
+	$(ruff)
 	.venv/bin/pyright
 
 format: .venv/.test  ## format, and fix what ruff can

@@ -1,4 +1,7 @@
-"""What holds for every test: strict jax, no compile cache, reproducible hypothesis, and the `gpu` marker."""
+"""What holds for every test: strict jax, no compile cache, reproducible hypothesis, and markers.
+
+Without a card most tests compile programs that they run once, so XLA optimizes only where a marker asks for it.
+"""
 
 import os
 import shutil
@@ -24,7 +27,8 @@ def _has_card() -> bool:
 
 
 # A CUDA plugin without a card is there to compile, not to run. The environment is set for tests that start a process.
-if not _has_card():
+_HAS_CARD = _has_card()
+if not _HAS_CARD:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # xdist's workers share the card's memory.
@@ -39,9 +43,27 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+_OPTIMIZED = ("optimized", "lowering", "gpu")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU; jax runs on {jax.default_backend()} here")
+    _let_xla_optimize(_HAS_CARD or any(map(item.get_closest_marker, _OPTIMIZED)))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuses a test that `make test` would run on neither jax: `small` ones run on the second, these do not."""
+    other = {"full", "interpreter", "host"} & {mark.name for mark in item.iter_markers()}
+    if item.get_closest_marker("small") and other:
+        raise pytest.UsageError(f"{item.nodeid} is marked small and {', '.join(other)}: no jax would run it")
+
+
+def _let_xla_optimize(wanted: bool) -> None:
+    """Sets it for what is compiled from now on: jit does not look at it, so what was compiled otherwise goes."""
+    if jax.config.read("jax_disable_most_optimizations") == wanted:
+        jax.config.update("jax_disable_most_optimizations", not wanted)
+        jax.clear_caches()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -19,6 +19,8 @@ from inkling_pallas.core import dispatch
 from inkling_pallas.testing import assert_rows_close
 from inkling_pallas.testing.cases import Case, build
 
+pytestmark = pytest.mark.optimized
+
 _MIXED = Case(name="mixed", kind="attention", q_lens=(33, 1, 7), kv_lens=(70, 200, 7), padding_rows=3)
 _LIMIT = 8e-3
 

@@ -81,6 +81,7 @@ def test_a_batch_says_what_it_was_made_from(drawn):
     ip.check_batch(rows, cache, None, **batch.arguments(), **STATIC, rel_logits=logits)
 
 
+@pytest.mark.optimized
 def test_layers_share_a_pool_in_place():
     """Each layer writes and reads pages of its own; the carry of the scan is the donated pool itself."""
     layers, shape = 3, {"num_blocks": 1000, "block_size": 16}
@@ -350,6 +351,8 @@ def served_steps(
         running = {i: r for i, r in running.items() if r.keys < r.context + r.generated}
 
 
+@pytest.mark.slow
+@pytest.mark.optimized
 def test_warmup_compiles_all_that_a_trace_needs():
     """The real step, after warmup, is never traced again; 5,000 steps at most, as a long trace overruns this server."""
     path = trace_path()

@@ -26,6 +26,8 @@ def test_the_demo_is_green(capsys):
     assert "Green" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.host
 def test_the_demo_draws_and_takes_a_layout(tmp_path, capsys):
     picture = tmp_path / "overview.png"
     assert main(["demo", *_QUICK, "--plot", str(picture), "--layout", "interleaved"]) == 0
@@ -35,12 +37,16 @@ def test_the_demo_draws_and_takes_a_layout(tmp_path, capsys):
     assert "No such file or directory" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.host
 def test_a_red_demo_says_so(capsys, monkeypatch):
     monkeypatch.setattr(demo, "error_limit", lambda *_: 1e-9)
     assert main(["demo", *_QUICK]) == 1
     assert "RED: global: mixed batch" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.host
 def test_the_demo_takes_a_trace(tmp_path, capsys):
     path = tmp_path / "trace.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,40,3\ny,7,1\n")
@@ -48,6 +54,7 @@ def test_the_demo_takes_a_trace(tmp_path, capsys):
     assert " 47 " in capsys.readouterr().out
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -72,6 +79,7 @@ def test_a_bad_trace_is_explained(tmp_path, capsys, text, message):
     assert "Traceback" not in printed.out + printed.err
 
 
+@pytest.mark.host
 def test_a_binary_trace_is_explained(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_bytes(b"\xff\xfe\x00\x81")
@@ -79,10 +87,12 @@ def test_a_binary_trace_is_explained(tmp_path):
         read_trace(path)
 
 
+@pytest.mark.host
 def test_the_shipped_trace():
     assert len(read_trace()) >= 24
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -97,6 +107,7 @@ def test_bad_options_end_with_2(argv, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.host
 def test_a_shape_that_does_not_fit_is_explained(capsys):
     assert main(["demo", *_QUICK, "--global-heads", "7", "--global-kv-heads", "2"]) == 2
     assert "num_heads must be a multiple of num_kv_heads = 2; got 7" in capsys.readouterr().out
@@ -110,6 +121,7 @@ def test_check_shows_margins(capsys):
     assert "1 ok, 0 red" in printed
 
 
+@pytest.mark.host
 def test_check_is_red_when_a_backend_is(capsys, monkeypatch):
     monkeypatch.setattr(command, "judge", _broken)
     assert main(["check", "--kind", "decode", "--backend", "portable"]) == 1
@@ -126,6 +138,7 @@ def _broken(case, operator, backend):
     )
 
 
+@pytest.mark.host
 def test_check_writes_its_verdicts(tmp_path):
     assert main(["check", "--kind", "spike probe", "--bias", "sheared", "--out", str(tmp_path / "new")]) == 0
     (path,) = (tmp_path / "new").iterdir()
@@ -135,6 +148,7 @@ def test_check_writes_its_verdicts(tmp_path):
     assert [case["verdict"] for case in written["cases"]] == ["ok"]
 
 
+@pytest.mark.host
 def test_check_explains_bad_options(capsys):
     assert main(["check", "--kind", "decoding"]) == 2
     assert "--kind must be one of full prefill" in capsys.readouterr().out
@@ -142,6 +156,7 @@ def test_check_explains_bad_options(capsys):
     assert "--backend must be one of portable, hopper, blackwell; got 'cuda'." in capsys.readouterr().out
 
 
+@pytest.mark.host
 def test_an_interpreted_kernel_has_few_ctas_and_keeps_few_clusters(monkeypatch):
     def config_of(config):
         seen = []
@@ -159,6 +174,7 @@ def test_an_interpreted_kernel_has_few_ctas_and_keeps_few_clusters(monkeypatch):
     assert config_of(blackwell.Config(num_ctas=148)) == blackwell.Config(num_ctas=2)
 
 
+@pytest.mark.host
 def test_check_interprets_a_kernel_whose_card_is_not_there(monkeypatch, capsys):
     judged = []
 

@@ -34,11 +34,13 @@ def broken_links(text: str, folder: Path = ROOT) -> list[str]:
     return [target for target in targets if "://" not in target and not (folder / target).exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", *PAGES])
 def test_the_code_of_a_document_runs(document):
     run_python_blocks((ROOT / document).read_text(encoding="utf-8"), document)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *PAGES])
 def test_links_lead_to_files(document):
     path = ROOT / document
@@ -51,6 +53,7 @@ def test_docstring_examples(name):
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_public_functions_are_typed_and_show_an_example(name):
     function = getattr(inkling_pallas, name)
@@ -60,6 +63,7 @@ def test_public_functions_are_typed_and_show_an_example(name):
     assert doctest.DocTestFinder(recurse=False).find(function)[0].examples, f"{name} must show an example"
 
 
+@pytest.mark.host
 def test_a_document_without_code_or_with_failing_code_is_caught():
     with pytest.raises(AssertionError, match=re.escape("A.md must have a ```python block")):
         run_python_blocks("```bash\nmake demo\n```\n", "A.md")
@@ -67,5 +71,6 @@ def test_a_document_without_code_or_with_failing_code_is_caught():
         run_python_blocks("```python\nx = 0\n```\ntext\n```python\n1 / x\n```\n", "A.md")
 
 
+@pytest.mark.host
 def test_a_broken_link_is_caught():
     assert broken_links("[a](LICENSE#top) [b](no/such.md) [c](https://example.com)") == ["no/such.md"]

@@ -9,6 +9,8 @@ from inkling_pallas import inkling_rel_attention
 from inkling_pallas.testing import catalog, judge, promises
 from inkling_pallas.testing.cases import Case
 
+pytestmark = pytest.mark.host
+
 _CASE = Case(
     name="gate",
     kind="gate",

@@ -115,6 +115,7 @@ def worst_logit(rows: list[Any], golden: dict[str, np.ndarray]) -> float:
     return float(max(error.max() for error in errors))
 
 
+@pytest.mark.slow
 def test_a_step_with_one_wrong_weight_is_caught(weights, golden):
     names = {name for layer in weights["layers"] for name in layer}
     assert worst_logit(serve(weights, golden, STEPS[:1])[1], golden) <= LIMIT
@@ -126,11 +127,13 @@ def test_a_step_with_one_wrong_weight_is_caught(weights, golden):
         assert worst_logit(rows, golden) > 10 * LIMIT, name
 
 
+@pytest.mark.slow
 def test_a_step_without_log_scaling_is_caught(weights, golden):
     model = dataclasses.replace(MODEL, log_scaling_floor=1000)
     assert worst_logit(serve(weights, golden, STEPS[:1], model)[1], golden) > 10 * LIMIT
 
 
+@pytest.mark.slow
 def test_a_step_that_forgets_its_history_is_caught(weights, golden, monkeypatch):
     empty = inkling_block.empty_state(MODEL, weights, batch_size=4, num_blocks=40, block_size=BLOCK_SIZE)
     zeros = [layer.history for layer in empty]

@@ -12,6 +12,8 @@ import pytest
 
 import inkling_pallas
 
+pytestmark = pytest.mark.host
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 

@@ -15,6 +15,8 @@ from inkling_pallas.plots import call as pictures
 from inkling_pallas.plots import call_data as data
 from inkling_pallas.testing.cases import Case, build, part_of
 
+pytestmark = pytest.mark.host
+
 EXAMPLE = pictures.example_call()
 CASES = (
     Case(name="global", kind="", q_lens=(9, 3), kv_lens=(50, 23), rel_extent=8, dtype="float32", head_dim=64),

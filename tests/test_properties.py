@@ -130,6 +130,7 @@ _WILD = st.sampled_from([-(2**31), -5, -1, 0, 1, 3, 8, 9, 500, 2**31 - 1])
 
 
 @pytest.mark.full
+@pytest.mark.optimized
 @settings(max_examples=40)
 @given(data=st.data())
 def test_wild_contents_stay_in_bounds(data):

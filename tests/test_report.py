@@ -14,6 +14,8 @@ from inkling_pallas.plots import kernel as phase_pictures
 from inkling_pallas.plots import kernel_data
 from inkling_pallas.testing.cases import Case, build
 
+pytestmark = pytest.mark.host
+
 ROOT = Path(__file__).parent.parent
 RESULTS = series.load_results(ROOT / "notebooks" / "results")
 
@@ -159,6 +161,7 @@ def test_merging_parts_gives_the_row_over_all_keys():
     assert merge.weights.sum() == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.optimized
 def test_pages_may_move_without_a_change_of_bits():
     call = pictures.example_call()
     moved = pictures.move_pages(call, seed=3)

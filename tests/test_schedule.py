@@ -1,17 +1,21 @@
 """The schedule's integer arithmetic against brute force: tiles, shares, pieces and slots."""
 
 import collections
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_pallas.core.problem import Problem, Sequences
-from inkling_pallas.kernels.schedule import split_kv, stream_k
+from inkling_pallas.kernels.schedule import seq_table, split_kv, stream_k
 from inkling_pallas.kernels.schedule.tiling import MAX_COLUMNS, Tiling
+
+pytestmark = pytest.mark.host
 
 Piece = collections.namedtuple("Piece", split_kv.Piece._fields)  # of ints
 
@@ -50,17 +54,23 @@ def make_table(tiling, q_lens, kv_lens, first_pos=None):
 
 def all_pieces(table, tiling):
     """The pieces of every CTA, as lists of Piece of ints, in the kernel's order."""
-    collected = []
-    with jax.disable_jit():
-        for cta in range(tiling.num_ctas):
-            mine = []
-            split_kv.for_each_piece(
-                table,
-                jnp.int32(cta),
-                tiling,
-                lambda index, done, piece, mine=mine: mine.append(Piece(*map(int, piece))),
-            )
-            collected.append(mine)
+    collected = [[] for _ in range(tiling.num_ctas)]
+
+    def note(cta, *piece):
+        collected[cta].append(Piece(*piece))
+
+    batch = range(tiling.problem.batch_size)
+    words = jnp.asarray(
+        [[int(table.at(row, sequence)) for sequence in batch] for row in range(seq_table.ROWS)], jnp.int32
+    )
+
+    def walk(words, cta):
+        own = seq_table.Table(lambda row, sequence: words[row, sequence])
+        split_kv.for_each_piece(own, cta, tiling, lambda index, done, piece: scalars.call_host(note, cta, *piece))
+
+    walk_on_host = scalars.traced(walk, words, jnp.int32(0))
+    for cta in range(tiling.num_ctas):
+        walk_on_host(words, cta)
     return collected
 
 
@@ -85,14 +95,14 @@ def visible(q_len, kv_len, first_pos, window):
 def test_tiles_hold_every_visible_key_and_no_more(q_len, kv_len, shift, window, block_kv):
     first_pos = kv_len - q_len + shift
     arguments = [jnp.int32(x) for x in (kv_len, q_len, first_pos)]
-    first, tiles = split_kv.tile_range(*arguments, block_kv=block_kv, window_left=window)
-    begin, end = (int(x) for x in split_kv.live_keys(*arguments, window_left=window))
+    first, tiles = scalars.run(partial(split_kv.tile_range, block_kv=block_kv, window_left=window), *arguments)
+    begin, end = scalars.run(partial(split_kv.live_keys, window_left=window), *arguments)
     keys = visible(q_len, kv_len, first_pos, window)
     assert tiles >= 1
     assert first >= 0
     assert first * block_kv < max(kv_len, 1)
     if keys:
-        assert (int(first), int(first + tiles) - 1) == (min(keys) // block_kv, max(keys) // block_kv)
+        assert (first, first + tiles - 1) == (min(keys) // block_kv, max(keys) // block_kv)
         assert (begin, end) == (min(keys), max(keys) + 1)
     else:
         assert tiles == 1
@@ -102,22 +112,29 @@ def test_tiles_hold_every_visible_key_and_no_more(q_len, kv_len, shift, window, 
 @given(first_pos=st.integers(-50, 900), extent=st.sampled_from([8, 64, 128, 512]), block_kv=st.sampled_from([64, 128]))
 @settings(max_examples=100)
 def test_far_tiles_are_those_without_a_distance_inside_the_extent(first_pos, extent, block_kv):
-    first = int(split_kv.first_biased_tile(jnp.int32(first_pos), block_kv=block_kv, rel_extent=extent))
+    rule = partial(split_kv.first_biased_tile, block_kv=block_kv, rel_extent=extent)
+    (first,) = scalars.run(rule, jnp.int32(first_pos))
     far = [t for t in range(20) if first_pos - (t * block_kv + block_kv - 1) >= extent]
     assert first == len(far)
+
+
+@jax.jit
+def shares(length, ctas):
+    """Where each share of a line starts, and the owner of each position; more of both than there are."""
+    line = stream_k.share_line(length, ctas)
+    return stream_k.share_start(line, jnp.arange(41)), stream_k.share_of(line, jnp.arange(400))
 
 
 @given(length=st.integers(0, 400), ctas=st.integers(1, 40))
 @settings(max_examples=60)
 def test_shares_are_equal_and_a_position_finds_its_own(length, ctas):
-    line = stream_k.share_line(jnp.int32(length), ctas)
-    starts = np.asarray(stream_k.share_start(line, jnp.arange(ctas + 1)))
+    starts, owners = (np.asarray(x) for x in shares(length, ctas))
+    starts, owners = starts[: ctas + 1], owners[:length]
     assert (starts[0], starts[-1]) == (0, length)
     sizes = np.diff(starts)[: min(length, ctas)]
     assert sizes.size == 0 or sizes.max() - sizes.min() <= 1
     if length:
         positions = np.arange(length)
-        owners = np.asarray(stream_k.share_of(line, jnp.asarray(positions)))
         assert ((starts[owners] <= positions) & (positions < starts[owners + 1])).all()
 
 

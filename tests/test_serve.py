@@ -32,6 +32,7 @@ SCARCE = ["--global-pages", "70", "--local-pages", "24", "--local-layers", "2"]
 TINY = f"--requests 1 --shrink 32 --token-budget 16 --chunk 16 --max-seqs 1 {SHAPES} {EVERYTHING}".split()
 
 
+@pytest.mark.slow
 def test_24_requests_step_by_step_with_preemption(tmp_path, capsys):
     assert main(["serve-sim", *SMALL, *SCARCE, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -100,10 +101,14 @@ class NotWrittenAgain:
         return step
 
 
+@pytest.mark.slow
+@pytest.mark.host
 def test_the_loop_is_green_in_another_layout(compiled):
     assert red_steps(compiled) == []
 
 
+@pytest.mark.slow
+@pytest.mark.host
 @pytest.mark.parametrize(
     "broken",
     [
@@ -122,6 +127,8 @@ def without_bias(*args, rel_logits, **rest):
     return ip.inkling_rel_attention(*args, rel_logits=jnp.zeros_like(rel_logits), **rest)
 
 
+@pytest.mark.slow
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("place", "name", "broken"),
     [
@@ -154,18 +161,21 @@ def test_a_decode_step_compiles_for_a_card_and_writes_its_pools_in_place():
     assert memory.temp_size_in_bytes < pools / 4
 
 
+@pytest.mark.host
 def test_a_red_row_ends_with_1(capsys, monkeypatch):
     monkeypatch.setattr(serving, "error_limit", lambda *_: 1e-12)
     assert main(["serve-sim", *TINY]) == 1
     assert "RED: " in capsys.readouterr().out
 
 
+@pytest.mark.host
 def test_a_leak_ends_with_1(capsys, monkeypatch):
     monkeypatch.setattr(PagePool, "release", lambda self, sequence: None)
     assert main(["serve-sim", *TINY]) == 1
     assert "RED: pool 'global' has 3 pages in use after the last request: a leak." in capsys.readouterr().out
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -185,6 +195,7 @@ def test_bad_input_is_one_line_and_2(argv, message, capsys):
     assert "Traceback" not in printed.out + printed.err
 
 
+@pytest.mark.host
 def test_a_malformed_trace_is_explained(tmp_path, capsys):
     path = tmp_path / "trace.csv"
     path.write_text("ContextTokens,GeneratedTokens\n5,2\n5,x\n")
@@ -192,6 +203,7 @@ def test_a_malformed_trace_is_explained(tmp_path, capsys):
     assert "line 3: GeneratedTokens must be an integer from 0" in capsys.readouterr().out
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("option", "value"), [("--requests", "0"), ("--check-rows", "-1"), ("--shrink", "1.5")])
 def test_malformed_options_end_with_2(option, value, capsys):
     with pytest.raises(SystemExit) as end:
@@ -205,6 +217,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.host
 @given(REQUESTS, st.data())
 def test_every_request_is_served_whole_and_sees_its_own_keys(requests, data):
     """Replays the schedule on a memory of (request, position): what a row sees must be there when the step has run."""
@@ -261,6 +274,7 @@ def require_visible(memory, pools, rows):
             assert memory[name, page, position % pool.block_size] == (rows.number, position)
 
 
+@pytest.mark.host
 @given(st.integers(1, 12), st.integers(1, 4), st.none() | st.integers(0, 6), st.data())
 def test_pages_are_owned_once_and_all_come_back(num_pages, block_size, left, data):
     pool, keys = PagePool(num_pages=num_pages, block_size=block_size, window_left=left), {}
@@ -307,6 +321,7 @@ def free_twice(pool):
     pool._free.append(pool._free[0])
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -326,6 +341,7 @@ def test_a_broken_pool_is_named(broken, message):
         pool.check()
 
 
+@pytest.mark.host
 def test_a_page_is_given_back_by_its_owner_only():
     pool = PagePool(num_pages=5, block_size=4)
     pool.reserve("a", 0, 8)
@@ -334,6 +350,7 @@ def test_a_page_is_given_back_by_its_owner_only():
         pool.release("b")
 
 
+@pytest.mark.host
 def test_a_pool_that_is_exhausted_takes_no_page():
     pool = PagePool(num_pages=3, block_size=4)
     assert pool.reserve("a", 0, 5) == 0
@@ -342,6 +359,7 @@ def test_a_pool_that_is_exhausted_takes_no_page():
     assert pool.free_pages == 1
 
 
+@pytest.mark.host
 def test_rows_to_check_are_ends_of_requests_first():
     rng = np.random.default_rng(0)
     assert sorted(rows_to_check([3, 1, 6], 5, rng)) == [0, 2, 3, 4, 9]
@@ -349,6 +367,7 @@ def test_rows_to_check_are_ends_of_requests_first():
     assert len(rows_to_check([3, 1, 6], 7, rng)) == 7
 
 
+@pytest.mark.host
 def test_a_meter_without_rich_prints_news_only(capsys, monkeypatch):
     monkeypatch.setattr(console, "_HAS_RICH", False)
     with console.meter("serving", 3) as show:

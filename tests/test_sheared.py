@@ -158,6 +158,7 @@ def test_the_oracle_reads_both_layouts_alike():
     np.testing.assert_array_equal(plain, of_sheared)
 
 
+@pytest.mark.optimized
 def test_producers_agree_and_run_under_jit():
     lengths: dict[str, Any] = {
         "cu_seqlens_q": jnp.array([0, 3, 4], jnp.int32),

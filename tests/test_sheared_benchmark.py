@@ -9,6 +9,8 @@ from test_benchmark import FIXED, TINY
 from inkling_pallas.bench import clocks, command, sheared, workloads
 from inkling_pallas.relative_bias import sheared_relative_logits
 
+pytestmark = pytest.mark.host
+
 
 @pytest.fixture
 def tiny(monkeypatch):
@@ -23,6 +25,7 @@ def run(folder):
     return status, json.loads((folder / "cpu-sheared-partial.json").read_text())["cases"][0]
 
 
+@pytest.mark.slow
 def test_both_ways_are_timed_and_written(tiny, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "run_case", lambda case, *_: {**_timed(), "name": "pre_g_8k"})
     status, case = run(tmp_path)
@@ -40,6 +43,7 @@ def test_both_ways_are_timed_and_written(tiny, monkeypatch, tmp_path, capsys):
     assert "sheared_from_r" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_producer_that_is_wrong_is_red_and_not_timed(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "run_case", lambda case, *_: {**_timed(), "name": "pre_g_8k"})
 

@@ -7,6 +7,8 @@ import pytest
 import inkling_pallas as ip
 from inkling_pallas.core import devices, num_splits
 
+pytestmark = pytest.mark.host
+
 
 def test_buckets():
     assert [ip.bucket_max_seqlen_q(n) for n in range(10)] == [1, 1, 2, 4, 4, 8, 8, 8, 8, 16]

@@ -14,6 +14,8 @@ from inkling_pallas.testing import (
 from inkling_pallas.testing.cases import Case, build
 from inkling_pallas.testing.reference import reference_rel_attention
 
+pytestmark = pytest.mark.host
+
 
 def test_row_errors():
     expected = np.array([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])

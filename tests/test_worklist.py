@@ -1,17 +1,22 @@
 """The prefill kernel's list of tiles against brute force: every row once, longest first, and the bands of a tile."""
 
 import collections
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inkling_pallas.core.problem import Lengths, Problem, Sequences
 from inkling_pallas.kernels.schedule import tile_list, tile_list_kernel
 from inkling_pallas.kernels.schedule.tiling import ROWS, WARPGROUPS, RowTiling
+
+pytestmark = pytest.mark.host
 
 Edges = collections.namedtuple("Edges", tile_list.Bands._fields)  # of ints
 Ints = collections.namedtuple("Ints", tile_list.Item._fields)
@@ -58,12 +63,20 @@ BATCHES = {
 }
 
 
+@functools.cache
+def listed(name, window):
+    """Returns (tiling, list) of a batch, the list as arrays of the host."""
+    q_lens, kv_lens = BATCHES[name]
+    tiling = make_tiling(len(q_lens), window=window, tokens=max(64, sum(q_lens)), max_q=1024)
+    return tiling, jax.tree.map(np.asarray, make_list(tiling, q_lens, kv_lens))
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("window", [None, 63])
 @pytest.mark.parametrize("name", BATCHES)
 def test_items_hold_every_row_once_with_most_keys_first(name, window):
     q_lens, kv_lens = BATCHES[name]
-    tiling = make_tiling(len(q_lens), window=window, tokens=max(64, sum(q_lens)), max_q=1024)
-    work = jax.tree.map(np.asarray, make_list(tiling, q_lens, kv_lens))
+    tiling, work = listed(name, window)
     total = work.table[4, -1]
     live, starts = [Ints(*row[: len(Ints._fields)]) for row in work.items[:total].tolist()], np.cumsum([0, *q_lens])
     assert all(0 < item.tokens <= tiling.tile_tokens for item in live)  # not so in a place that no item took
@@ -78,24 +91,27 @@ def test_items_hold_every_row_once_with_most_keys_first(name, window):
     assert all(a.tiles + slack >= b.tiles for i, a in enumerate(live) for b in live[i:])
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("ctas", [1, 4, 7, 40])
 @pytest.mark.parametrize("name", BATCHES)
 def test_ctas_share_the_list_and_count_what_they_did(name, ctas):
-    q_lens = BATCHES[name][0]
-    tiling = make_tiling(len(q_lens), ctas=ctas, tokens=max(64, sum(q_lens)), max_q=1024)
-    work = make_list(tiling, *BATCHES[name])
-    seen = []
-    with jax.disable_jit():
-        for cta in range(ctas):
-            mine = []
-            end = tile_list.for_each_tile(
-                work, jnp.int32(cta), tiling, lambda tile, n, mine=mine: mine.append((tile, n))
-            )
-            kv_tiles = [int(tile.piece.tiles) for tile, _ in mine]
-            slots = [int(tile.end - tile.first_biased) + tiling.query_items for tile, _ in mine]
-            counts = [tuple(map(int, n)) for _, n in mine] + [tuple(map(int, end))]
-            assert counts == [(sum(kv_tiles[:i]), sum(slots[:i]), i) for i in range(len(mine) + 1)]
-            seen += [(int(tile.piece.row), int(tile.piece.head)) for tile, _ in mine]
+    tiling, work = listed(name, None)
+    tiling = dataclasses.replace(tiling, num_ctas=ctas)  # The list is the same for any number of them.
+    seen, mine = [], []
+
+    def note(tile, counts):
+        words, form = jax.tree.flatten((tile, counts))
+        scalars.call_host(lambda *words: mine.append(jax.tree.unflatten(form, words)), *words)
+
+    walk = scalars.traced(lambda work, cta: tile_list.for_each_tile(work, cta, tiling, note), work, jnp.int32(0))
+    for cta in range(ctas):
+        mine.clear()
+        end = walk(work, cta)
+        kv_tiles = [tile.piece.tiles for tile, _ in mine]
+        slots = [tile.end - tile.first_biased + tiling.query_items for tile, _ in mine]
+        counts = [tuple(n) for _, n in mine] + [tuple(end)]
+        assert counts == [(sum(kv_tiles[:i]), sum(slots[:i]), i) for i in range(len(mine) + 1)]
+        seen += [(tile.piece.row, tile.piece.head) for tile, _ in mine]
     assert len(set(seen)) == len(seen) == int(work.table[4, -1]) * HEADS
 
 

@@ -9,6 +9,8 @@ from inkling_pallas import write_kv
 from inkling_pallas.__main__ import main
 from inkling_pallas.bench import write_kv as bench_write
 
+pytestmark = pytest.mark.host
+
 
 @pytest.fixture(autouse=True)
 def one_head(monkeypatch):

@@ -18,6 +18,8 @@ from inkling_pallas.kernels.hopper import configs
 from inkling_pallas.kernels.shear.tiling import ShearTiles
 from inkling_pallas.testing.cases import Case, build
 
+pytestmark = pytest.mark.host
+
 # The SMs of Hopper cards (H20, H100 PCIe, H200), and numbers that no card has.
 SM_COUNTS = (1, 7, 78, 114, 132, 144, 147)
 BATCHES: dict[str, dict[str, Any]] = {

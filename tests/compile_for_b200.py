@@ -1,13 +1,15 @@
-"""Run by test_blackwell_compile.py: compiles each variant of the Blackwell kernel for a card that is not there.
+"""Run by test_blackwell_compile.py: compiles variants of the Blackwell kernel for a card that is not there.
 
 In a process of its own, since Mosaic registers the pass that calls ptxas once in a process, with the architecture of
-the first kernel compiled (`absent_card` refuses a second one). Prints `variant NAME` before what jax and ptxas tell of
-its kernels, as the environment asks them to.
+the first kernel compiled (`absent_card` refuses a second one). The argument is the program whose variants it takes.
+Prints `variant NAME` before what jax and ptxas tell of its kernels, as the environment asks them to.
 """
+
+import sys
 
 import absent_card
 import jax
-from test_hopper_compile import lower, make_problem
+from lowered import lower, make_problem
 
 from inkling_pallas.kernels import blackwell
 
@@ -30,14 +32,16 @@ VARIANTS = {
 }
 
 
-def main() -> None:
-    """Compiles the variants."""
+def main(program: str) -> None:
+    """Compiles the variants of "prefill" or "decode"."""
     card = absent_card.device("B200")
     for name, problem in VARIANTS.items():
+        if not name.startswith(program):
+            continue
         print("variant", name, flush=True)
         with jax.default_device(card):
             lower(problem, card, blackwell).compile()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,5 +1,10 @@
-"""The kernels in the GPU interpreter, race detector on, with a config of the test's choice."""
+"""Kernels in the GPU interpreter: one compiled program for calls of one shape, from a call's arguments to its results.
 
+A program takes some eight times as long to compile as to run: what differs in the contents of arrays shares one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -8,48 +13,79 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.core.checked_call import check_call
-from inkling_pallas.kernels import hopper
 from inkling_pallas.testing import assert_rows_close
-from inkling_pallas.testing.cases import Case, build
 from inkling_pallas.testing.reference import reference_rel_attention
 
 LIMITS = {"bfloat16": 6e-3, "float16": 1.5e-3}
 _LEFT_OUT = ("num_splits", "out_dtype", "plan", "config", "kv_offset", "total_seqlens", "out")
+_DEAD_ENTRY = 2**31 - 1
+# Axis of each array, what the axis counts, and what is added there: all of it must not matter.
+_ROWS: dict[str, tuple[tuple[str, float], ...]] = {
+    "q": (("rows", np.nan),),
+    "rel_logits": (("rows", np.nan),),
+    "cache_seqlens": (("sequences", 0),),
+    "block_table": (("sequences", _DEAD_ENTRY), ("entries", _DEAD_ENTRY)),
+}
 
 
-def attend(arguments: dict[str, Any], config: Any, *, kernel: Any = hopper, **overrides: Any) -> Any:
-    """Runs the kernels of a call; returns what `attend` of the module `kernel` returns, as NumPy."""
-    checked = _check(arguments, kernel, overrides)
-    # All kernels in one computation: what is queued behind a kernel meanwhile can keep the interpreter from going on.
-    return jax.tree.map(np.asarray, jax.jit(_run(kernel, checked.problem, config))(checked.operands, checked.lengths))
-
-
-def compiled(arguments: dict[str, Any], config: Any, *, kernel: Any = hopper) -> Any:
+def compiled(arguments: dict[str, Any], config: Any, *, kernel: Any, **overrides: Any) -> Callable[..., Any]:
     """Compiles the kernels of a call; returns a function of calls that differ from it in what their arrays hold."""
-    checked = _check(arguments, kernel, {})
-    run = jax.jit(_run(kernel, checked.problem, config)).lower(checked.operands, checked.lengths).compile()
+    problem, operands, lengths = _check(arguments, kernel, overrides)
+    interpreter = plgpu.InterpretGPUParams(detect_races=True)
 
-    def attend(arguments: dict[str, Any]) -> Any:
-        checked = _check(arguments, kernel, {})
-        return jax.tree.map(np.asarray, run(checked.operands, checked.lengths))
+    # All kernels in one computation: what is queued behind a kernel meanwhile can keep the interpreter from going on.
+    @jax.jit
+    def run(operands: Any, lengths: Any) -> Any:
+        return kernel.attend(problem, config, operands, kernel.plan(problem, config, lengths, interpreter), interpreter)
+
+    program = run.lower(operands, lengths).compile()
+
+    def attend(arguments: dict[str, Any], **overrides: Any) -> Any:
+        """Returns what `attend` of the kernel's module returns, as NumPy."""
+        own, operands, lengths = _check(arguments, kernel, overrides)
+        assert own == problem
+        return jax.tree.map(np.asarray, program(operands, lengths))
 
     return attend
 
 
-def _check(arguments: dict[str, Any], kernel: Any, overrides: dict[str, Any]) -> Any:
+def _check(arguments: dict[str, Any], kernel: Any, overrides: dict[str, Any]) -> tuple[Any, Any, Any]:
     given = {**dict.fromkeys(_LEFT_OUT), "causal": True, "return_lse": True, **arguments, "backend": "portable"}
     checked = check_call({**given, "interpret": False, **overrides})
     assert kernel.unsupported(checked.problem) is None
-    return checked
+    return checked.problem, checked.operands, checked.lengths
 
 
-def _run(kernel: Any, problem: Any, config: Any) -> Any:
-    interpreter = plgpu.InterpretGPUParams(detect_races=True)
+def alike(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns calls of one shape: rows of no sequence, empty sequences, unused pages and table entries are added."""
+    sizes = [_sizes(call) for call in calls]
+    most = {name: max(size[name] for size in sizes) for name in sizes[0]}
+    return [_padded(call, most) for call in calls]
 
-    def run(operands: Any, lengths: Any) -> Any:
-        return kernel.attend(problem, config, operands, kernel.plan(problem, config, lengths, interpreter), interpreter)
 
-    return run
+def _sizes(call: dict[str, Any]) -> dict[str, int]:
+    sequences, entries = call["block_table"].shape
+    pages = len(jax.tree.leaves(call["key_cache"])[0])
+    return {"rows": len(call["q"]), "sequences": sequences, "entries": entries, "pages": pages} | {
+        "longest": call["max_seqlen_q"]
+    }
+
+
+def _padded(call: dict[str, Any], most: dict[str, int]) -> dict[str, Any]:
+    padded = dict(call, max_seqlen_q=most["longest"])
+    for name, axes in _ROWS.items():
+        for axis, (what, value) in enumerate(axes):
+            padded[name] = _grown(padded[name], axis, most[what], value)
+    for name in ("key_cache", "value_cache"):
+        padded[name] = jax.tree.map(lambda x: _grown(np.asarray(x), 0, most["pages"], np.nan), padded[name])
+    offsets = padded["cu_seqlens_q"]
+    padded["cu_seqlens_q"] = _grown(offsets, 0, most["sequences"] + 1, offsets[-1])
+    return padded
+
+
+def _grown(x: np.ndarray, axis: int, size: int, value: Any) -> np.ndarray:
+    shape = (*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :])
+    return np.concatenate([x, np.full(shape, value, x.dtype)], axis)
 
 
 def assert_right(results: Any, arguments: dict[str, Any], capfd: Any, limit: float) -> None:
@@ -60,22 +96,22 @@ def assert_right(results: Any, arguments: dict[str, Any], capfd: Any, limit: flo
     assert "RACE" not in "".join(capfd.readouterr())
 
 
-def assert_writes_into_out(call: Any, q_len: int) -> None:
-    """Asserts that a kernel writes float32 results into the array given as `out`, rows of no sequence included."""
-    facts: Any = {"num_heads": 8, "num_kv_heads": 1, "padding_rows": 1}
-    small = build(Case(name="out", kind="interpreter", q_lens=(q_len,), kv_lens=(70,), **facts))
-    out = jnp.full(small["q"].shape, jnp.nan, jnp.float32)
-    actual, lse = call(small, out=out, out_dtype="float32", return_lse=False)
-    assert lse is None
-    assert actual.dtype == np.float32
-    assert_rows_close(actual, reference_rel_attention(**small), limit=LIMITS["bfloat16"])
+@contextmanager
+def told(**what: Any) -> Iterator[None]:
+    """Says, where a comparison fails, which of a program's calls it was."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"with {what}")
+        raise
 
 
-def assert_bad_ids_spoil_only_their_own_sequence(call: Any, q_lens: tuple[int, int]) -> None:
-    """Asserts that page ids outside the pool, in the first of two sequences, change nothing in the second."""
-    two = build(Case(name="ids", kind="interpreter", q_lens=q_lens, kv_lens=(130, 70), num_heads=8, num_kv_heads=1))
-    spoiled = dict(two, block_table=two["block_table"].copy())
-    spoiled["block_table"][0, :] = [2**30, -5, 2**31 - 1] * 3
-    out, _ = call(spoiled)
-    after = q_lens[0]
-    assert_rows_close(out[after:], np.asarray(reference_rel_attention(**two))[after:], limit=LIMITS["bfloat16"])
+def without_nan(call: dict[str, Any]) -> dict[str, Any]:
+    """Returns a call whose caches hold zeros where they held NaN."""
+    caches = {name: np.asarray(call[name]) for name in ("key_cache", "value_cache")}
+    return call | {name: np.nan_to_num(x.astype(np.float32)).astype(x.dtype) for name, x in caches.items()}
+
+
+def nothing_written(call: dict[str, Any]) -> jax.Array:
+    """Returns an array to give as `out`."""
+    return jnp.full(call["q"].shape, jnp.nan, jnp.float32)

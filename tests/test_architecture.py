@@ -1,6 +1,8 @@
 """Holds the arrows of the package: imports point down, from package to package and inside each; seams stay seams."""
 
 import ast
+import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,3 +207,36 @@ def test_a_broken_arrow_is_named(module, source, complaint):
 )
 def test_a_sound_arrow_passes(module, source):
     assert violations(module, source) == []
+
+
+def imported_tests(source: str) -> set[str]:
+    """Returns the test files that a file of tests imports, in programs that it holds as strings, too."""
+    tree, found = ast.parse(source), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module or ''}.{alias.name}".removeprefix(".") for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            with contextlib.suppress(SyntaxError):
+                found |= imported_tests(node.value)
+    return {name for name in found if re.search(r"(^|\.)test_", name)}
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_no_test_file_is_imported(path):
+    assert imported_tests(path.read_text(encoding="utf-8")) == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from {} import shear_call",
+        "def f():\n    import tests.{} as t",
+        "CACHED = 'import absent_card, {} as t'",
+        "from . import {}",
+    ],
+)
+def test_an_import_of_a_test_file_is_named(source):
+    assert len(imported_tests(source.format("test_sheared"))) == 1
+    assert imported_tests(source.format("sheared_calls")) == set()

@@ -5,45 +5,15 @@ Its twin in the interpreter, the code itself on a card, and lowering everywhere.
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from twins import WAYS, expect, numbers, prepared, result, run
 
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.phases import epilogue
-
-WAYS = [
-    pytest.param(True, id="twin", marks=pytest.mark.interpreter),
-    pytest.param(False, id="card", marks=pytest.mark.gpu),
-    pytest.param(None, id="lowering", marks=pytest.mark.lowering),
-]
-
-
-def run(body, way, result, *inputs, scratch=()):
-    """Returns body's output, or None where it is only lowered."""
-    kernel = mosaic.kernel(
-        body, interpret=bool(way), out_type=result, grid=(1,), grid_names=("cta",), num_threads=1, scratch_types=scratch
-    )
-    if way is None:
-        jax.jit(kernel).trace(*inputs).lower(lowering_platforms=("cuda",))
-        return None
-    return np.asarray(kernel(*inputs))
-
-
-def numbers(*shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
-def result(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def expect(actual, expected):
-    if actual is not None:
-        np.testing.assert_array_equal(actual, np.asarray(expected))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,22 +93,23 @@ def test_store_transposed(way, keys, columns, dtype):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (128, 128), (64, 256)])
-@pytest.mark.parametrize("live", [(0, 1), (17, 40), (5, 64), (-9, 200), (70, 0)])
-def test_clear_rows_outside(way, rows, columns, live):
+def test_clear_rows_outside(way, rows, columns):
     x = jnp.asarray(np.random.default_rng(1).integers(1, 9, (rows, columns)), jnp.bfloat16)
 
-    def body(x, out, operand, ready):
+    def body(x, live, out, operand, ready):
         plgpu.copy_gmem_to_smem(x, operand, ready)
         plgpu.barrier_wait(ready)
-        mosaic.clear_rows_outside(operand, jnp.int32(live[0]), jnp.int32(live[1]), interpret=bool(way))
+        mosaic.clear_rows_outside(operand, live[0], live[1], interpret=bool(way))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(operand, out)
         plgpu.wait_smem_to_gmem(0)
 
-    row = np.arange(rows)[:, None]
-    expected = np.where((row >= live[0]) & (row < live[1]), np.asarray(x), 0).astype(x.dtype)
     scratch = [mosaic.swizzled((rows, columns), x.dtype), plgpu.Barrier()]
-    expect(run(body, way, result(rows, columns, dtype=x.dtype), x, scratch=scratch), expected)
+    clear = prepared(body, way, result(rows, columns, dtype=x.dtype), scratch=scratch)
+    row = np.arange(rows)[:, None]
+    for first, end in [(0, 1), (17, 40), (5, 64), (-9, 200), (70, 0)]:
+        expected = np.where((row >= first) & (row < end), np.asarray(x), 0).astype(x.dtype)
+        expect(clear(x, jnp.array([first, end], jnp.int32)), expected)
 
 
 def _end_of(start, end):

@@ -4,21 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_mosaic_twins import WAYS, expect, numbers, result, run
+from twins import WAYS, expect, numbers, result, run, through_smem
 
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.mosaic import wgmma_rows
-
-
-def through_smem(read, way, x, *shape):
-    """Returns what `read` makes of x in plain SMEM."""
-
-    def body(x, out, x_smem, ready):
-        plgpu.copy_gmem_to_smem(x, x_smem, ready)
-        plgpu.barrier_wait(ready)
-        out[...] = read(x_smem).astype(jnp.float32)
-
-    return run(body, way, result(*shape), x, scratch=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()])
 
 
 @pytest.mark.parametrize("way", WAYS)

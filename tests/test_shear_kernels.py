@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_mosaic_twins import WAYS, expect, numbers, result, run
-from test_row_twins import through_smem
+from twins import WAYS, expect, numbers, result, run, through_smem
 
 import inkling_pallas as ip
 from inkling_pallas import relative_bias

@@ -7,19 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sheared_calls import shear_call
 
 import inkling_pallas as ip
 from inkling_pallas.core import sheared_layout
 from inkling_pallas.testing import assert_rows_close, judge
 from inkling_pallas.testing.cases import Case, build
-
-LENGTHS = ("cu_seqlens_q", "cache_seqlens", "kv_offset", "total_seqlens")
-
-
-def shear_call(call, **how) -> dict[str, Any]:
-    """Returns a call with its bias sheared for its own lengths."""
-    lengths = {name: jnp.asarray(call[name]) for name in LENGTHS if call.get(name) is not None}
-    return dict(call, rel_logits=ip.shear(jnp.asarray(call["rel_logits"]), **lengths, **how))
 
 
 def every_batch(extent):

@@ -4,7 +4,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from test_benchmark import FIXED, TINY
+from tiny_benchmark import FIXED, TINY
 
 from inkling_pallas.bench import clocks, command, sheared, workloads
 from inkling_pallas.relative_bias import sheared_relative_logits

@@ -18,6 +18,7 @@ from inkling_pallas.kernels.schedule.split_kv import Piece
 from inkling_pallas.kernels.schedule.tile_list import Counts, Tile
 from inkling_pallas.kernels.schedule.tiling import ROWS, WARPGROUPS, RowTiling
 
+_SUMS = 8  # of the weights of a row, the fewest columns of a register array
 _FIRST_TURN = 8  # of four named barriers; Mosaic takes the lower ones
 
 
@@ -49,11 +50,7 @@ def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> so
     """Returns the softmax state of a warpgroup's rows after the KV tiles of its tile."""
     bands = tile_list.bands_of(work.tile, work.rows, tiling)
     queries = read_queries(smem, bars, work, tiling)
-    state = softmax.RowState(
-        acc=mosaic.full((ROWS, tiling.problem.head_dim), 0.0, jnp.float32, mosaic.WGMMA),
-        top_log2=mosaic.full((ROWS,), -jnp.inf, jnp.float32, mosaic.WGMMA_ROWS),
-        weight=mosaic.full((ROWS,), 0.0, jnp.float32, mosaic.WGMMA_ROWS),
-    )
+    state = no_keys(tiling)
 
     def walk(
         begin: jax.Array,
@@ -80,6 +77,15 @@ def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> so
     state = walk(bands.diagonal, bands.end, state, biased=True, right=True)
     pl.when(work.warpgroup == 0)(lambda: pass_turn(work, tiling))
     return state
+
+
+def no_keys(tiling: RowTiling) -> softmax.RowState:
+    """Returns the state of a warpgroup's rows before any key."""
+    return softmax.RowState(
+        acc=mosaic.full((ROWS, tiling.problem.head_dim), 0.0, jnp.float32, mosaic.WGMMA),
+        reference_log2=mosaic.full((ROWS,), -jnp.inf, jnp.float32, mosaic.WGMMA_ROWS),
+        weight=mosaic.full((ROWS, _SUMS), 0.0, jnp.float32, mosaic.WGMMA),
+    )
 
 
 def take_turn(work: Work, tiling: RowTiling) -> None:
@@ -139,7 +145,8 @@ def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowT
     index = slot * WARPGROUPS + work.warpgroup
     plgpu.barrier_wait(bars.band_ready.at[index])
     values = bias.read_rows(smem.band.at[slot, work.warpgroup], work.rows, t, tiling)
-    wgmma_rows.release_reads(interpret=tiling.interpret)
+    if tiling.interpret:  # On the card the barrier orders the reads before the next copy, as CUTLASS relies on.
+        wgmma_rows.release_reads(interpret=tiling.interpret)
     plgpu.barrier_arrive(bars.band_free.at[index])
     return values.astype(jnp.float32)
 
@@ -158,20 +165,27 @@ def mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool,
     return scores
 
 
+def _weigh(state: softmax.RowState, scores: jax.Array, tiling: RowTiling) -> tuple[softmax.RowState, jax.Array]:
+    """Returns the state with a tile's weights but without its values, and the weights."""
+    after, reference, decay = softmax.raise_reference(state.reference_log2, scores)
+    weights = softmax.row_weights(scores, reference)
+    acc = wgmma_rows.rescale(state.acc, decay, interpret=tiling.interpret)
+    return softmax.RowState(acc, after, softmax.add_weights(state.weight, decay, weights)), weights
+
+
 def _absorb(
     smem: Smem, bars: Barriers, state: softmax.RowState, scores: jax.Array, work: Work, t: jax.Array, tiling: RowTiling
 ) -> softmax.RowState:
     """Returns the state with a tile's keys, holding the turn. Waits on v_ready and the next k_ready; frees V."""
     stage = work.stage(t, tiling)
-    state, weights = softmax.absorb_rows(state, scores)
+    state, weights = _weigh(state, scores, tiling)
     # Nothing of the softmax may sink into the turn: the other warpgroup waits for it.
-    state, weights, low = lax.optimization_barrier((state, weights, weights.astype(jnp.dtype(tiling.problem.dtype))))
+    state, low = lax.optimization_barrier((state, weights.astype(jnp.dtype(tiling.problem.dtype))))
     plgpu.barrier_wait(bars.v_ready.at[stage])
     clear_dead_keys(smem, bars, work, t, tiling)
     take_turn(work, tiling)
 
     def meanwhile(weight: jax.Array) -> jax.Array:
-        weight = weight + weights.sum(axis=1)
         following = bars.k_ready.at[work.stage(t + 1, tiling)]
         pl.when(t + 1 < work.tile.end)(lambda: plgpu.barrier_wait(following))
         return weight

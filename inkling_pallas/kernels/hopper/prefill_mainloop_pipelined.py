@@ -12,14 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper import prefill_mainloop
 from inkling_pallas.kernels.hopper.prefill_mainloop import Work
 from inkling_pallas.kernels.hopper.prefill_scratch import Barriers, Smem
 from inkling_pallas.kernels.mosaic import wgmma_rows
 from inkling_pallas.kernels.phases import softmax
 from inkling_pallas.kernels.schedule import tile_list
-from inkling_pallas.kernels.schedule.tiling import ROWS, RowTiling
+from inkling_pallas.kernels.schedule.tiling import RowTiling
 
 
 class _Ahead(NamedTuple):
@@ -76,10 +75,10 @@ def _first_step(
 
     scores = with_bias() if windowed else lax.cond(bands.first >= bands.biased, with_bias, without)
     scores = prefill_mainloop.mask(scores, work.rows, bands.first, windowed, True, tiling)
-    nothing = mosaic.full((ROWS,), -jnp.inf, jnp.float32, mosaic.WGMMA_ROWS)
-    top, _, weights = softmax.weigh_rows(nothing, scores)
-    acc = mosaic.full((ROWS, tiling.problem.head_dim), 0.0, jnp.float32, mosaic.WGMMA)
-    state = softmax.RowState(acc, top, weights.sum(axis=1))
+    state = prefill_mainloop.no_keys(tiling)
+    after, reference, decay = softmax.raise_reference(state.reference_log2, scores)
+    weights = softmax.row_weights(scores, reference)
+    state = state._replace(reference_log2=after, weight=softmax.add_weights(state.weight, decay, weights))
     return _Ahead(state, weights.astype(jnp.dtype(tiling.problem.dtype)))
 
 
@@ -112,20 +111,19 @@ def _step(
     state, stage, before = ahead.state, work.stage(t, tiling), work.stage(t - 1, tiling)
     plgpu.barrier_wait(bars.k_ready.at[stage])
     plgpu.barrier_wait(bars.v_ready.at[before])
-    prefill_mainloop.clear_dead_keys(smem, bars, work, t - 1, tiling)
+    if biased:  # No row of the tiles before those is dead.
+        prefill_mainloop.clear_dead_keys(smem, bars, work, t - 1, tiling)
     prefill_mainloop.take_turn(work, tiling)
 
     def absorb(scores: jax.Array) -> tuple[jax.Array, ...]:
         plgpu.barrier_arrive(bars.k_free.at[stage])
-        wgmma_rows.stay_before(state.weight, interpret=tiling.interpret)  # The copies wait for K to be free.
         scores = _finish_scores(smem, bars, scores, work, t, tiling, biased=biased)
         scores = prefill_mainloop.mask(scores, work.rows, t, left, right, tiling)
-        top, decay, weights = softmax.weigh_rows(state.top_log2, scores)
-        weight = state.weight * decay + weights.sum(axis=1)
-        wgmma_rows.stay_before(weight, interpret=tiling.interpret)
-        return top, decay, weight, weights
+        after, reference, decay = softmax.raise_reference(state.reference_log2, scores, masked=left or right)
+        wgmma_rows.stay_before(decay, interpret=tiling.interpret)
+        return after, reference, decay, scores
 
-    acc, (top, decay, weight, weights) = wgmma_rows.both_products(
+    acc, (after, reference, decay, scores) = wgmma_rows.both_products(
         queries,
         smem.k.at[stage],
         state.acc,
@@ -136,8 +134,11 @@ def _step(
         interpret=tiling.interpret,
     )
     plgpu.barrier_arrive(bars.v_free.at[before])
-    acc = acc * softmax.along_rows(decay, acc.shape[1])
-    return _Ahead(softmax.RowState(acc, top, weight), weights.astype(ahead.weights.dtype))
+    # One stretch of code: what the exponentials leave of issue slots goes to the rescaling and the rounding.
+    weights = softmax.row_weights(scores, reference)
+    sums = softmax.add_weights(state.weight, decay, weights)
+    acc = wgmma_rows.rescale(acc, decay, interpret=tiling.interpret)
+    return _Ahead(softmax.RowState(acc, after, sums), weights.astype(ahead.weights.dtype))
 
 
 def _last_product(smem: Smem, bars: Barriers, ahead: _Ahead, work: Work, tiling: RowTiling) -> softmax.RowState:

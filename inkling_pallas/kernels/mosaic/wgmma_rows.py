@@ -110,7 +110,8 @@ def both_products(
       weights: 16-bit[64, keys] in the WGMMA layout.
       values: [keys, head_dim] in SMEM, a matrix operand.
       issued: runs after both products were issued.
-      absorb: takes float32[64, keys] once they are there; returns register arrays.
+      absorb: takes float32[64, keys] once they are there; returns register arrays. What is not to delay the end of the
+        second product is left for after it.
       interpret: use the twin.
     """
     if interpret:
@@ -207,6 +208,24 @@ def stay_before(x: jax.Array, *, interpret: bool) -> None:
     """Keeps what float32[64] x in the reduced WGMMA layout, never negative, needs before what follows."""
     if not interpret:
         call_inline(ptx_rows.stay_before, (WGMMA_ROWS,), x)
+
+
+def rescale(acc: jax.Array, decay: jax.Array, *, interpret: bool) -> jax.Array:
+    """Returns acc * decay row by row; a warp whose rows all have decay 1 skips the product.
+
+    Args:
+      acc: float32[64, columns] in the WGMMA layout.
+      decay: float32[64] in the reduced WGMMA layout, at most 1.
+      interpret: use the twin.
+    """
+
+    def multiply(acc: jax.Array, decay: jax.Array) -> jax.Array:
+        return acc * lax.broadcast_in_dim(decay, acc.shape, (0,))
+
+    if interpret:
+        return multiply(acc, decay)
+    some = call_inline(ptx_rows.any_below_one, (WGMMA_ROWS,), decay, result=result_type((), jnp.int32, SCALAR))
+    return lax.cond(some > 0, multiply, lambda acc, decay: acc, acc, decay)
 
 
 def pass_turn(barrier: jax.Array, *, interpret: bool) -> None:

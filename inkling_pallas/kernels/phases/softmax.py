@@ -76,11 +76,16 @@ def finish(state: State) -> tuple[jax.Array, jax.Array]:
 
 
 class RowState(NamedTuple):
-    """As `State`, for score tiles whose rows are query rows."""
+    """As `State`, for score tiles whose rows are query rows.
+
+    Weights are relative to a score that the largest one exceeds by at most 8 (log2), so that they are at most 2**8,
+    which every dtype of weights holds. It follows the largest only when that has grown by more, so the sums of most
+    tiles need no rescaling.
+    """
 
     acc: jax.Array  # float32[rows, head_dim], sum of weight * value
-    top_log2: jax.Array  # float32[rows], largest score
-    weight: jax.Array  # float32[rows], sum of exp2(score - top_log2)
+    reference_log2: jax.Array  # float32[rows], what weights are relative to
+    weight: jax.Array  # float32[rows, 8], sum of weights by key modulo 8: a thread has its own, added up at the end
 
 
 def along_rows(x: jax.Array, width: int) -> jax.Array:
@@ -88,34 +93,41 @@ def along_rows(x: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (*x.shape, width), (0,))
 
 
-def absorb_rows(state: RowState, scores: jax.Array) -> tuple[RowState, jax.Array]:
-    """Returns the state rescaled to a tile's scores in natural units, without its values, and the tile's weights."""
-    top, decay, weights = weigh_rows(state.top_log2, scores)
-    return RowState(state.acc * along_rows(decay, state.acc.shape[1]), top, state.weight * decay), weights
+def raise_reference(
+    reference_log2: jax.Array, scores: jax.Array, masked: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what weights are relative to after a tile, the same finite, and what earlier weights are multiplied by.
 
+    The last is exactly 1 in rows whose largest score has not grown much.
 
-def weigh_rows(top_log2: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the largest score so far, what earlier weights are to be multiplied by, and a tile's weights.
-
-    Scores are in natural units.
+    Args:
+      reference_log2: float32[rows], before the tile; -inf before any key.
+      scores: float32[rows, keys] in natural units.
+      masked: whether a row may have no key yet; else the reference is finite as it is.
     """
-    top = jnp.maximum(top_log2, scores.max(axis=1) * LOG2_E)
-    reference = finite(top)
-    decay = jnp.exp2(top_log2 - reference)
-    return top, decay, jnp.exp2(scores * LOG2_E - along_rows(reference, scores.shape[1]))
+    top = scores.max(axis=1) * LOG2_E
+    after = jnp.where(top > reference_log2 + _SLACK_LOG2, top, reference_log2)
+    reference = finite(after) if masked else after
+    decay = jnp.where(after == reference_log2, jnp.ones_like(top), jnp.exp2(reference_log2 - reference))
+    return after, reference, decay
+
+
+def row_weights(scores: jax.Array, reference_log2: jax.Array) -> jax.Array:
+    """Returns the weights of a tile's keys, [rows, keys], relative to a finite score of each row."""
+    return jnp.exp2(scores * LOG2_E - along_rows(reference_log2, scores.shape[1]))
+
+
+def add_weights(sums: jax.Array, decay: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the sums of weights, [rows, 8], with those of a tile, earlier ones multiplied by `decay`."""
+    width = sums.shape[1]
+    blocks = [weights[:, i : i + width] for i in range(0, weights.shape[1], width)]
+    return functools.reduce(jnp.add, blocks, sums * along_rows(decay, width))
 
 
 def weigh_rows_lazily(reference_log2: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `weigh_rows`, but earlier weights are rescaled only where the largest score has grown much.
-
-    The first result is what weights are relative to: they are at most 2**8, which every dtype of weights holds, and
-    rows whose largest score has settled decay by exactly 1.
-    """
-    top = scores.max(axis=1) * LOG2_E
-    reference_after = jnp.where(top > reference_log2 + _SLACK_LOG2, top, reference_log2)
-    reference = finite(reference_after)
-    decay = jnp.where(reference_after == reference_log2, jnp.ones_like(top), jnp.exp2(reference_log2 - reference))
-    return reference_after, decay, jnp.exp2(scores * LOG2_E - along_rows(reference, scores.shape[1]))
+    """Returns what weights are relative to after a tile, what earlier ones are multiplied by, and the tile's own."""
+    after, reference, decay = raise_reference(reference_log2, scores)
+    return after, decay, row_weights(scores, reference)
 
 
 def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +135,7 @@ def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
 
     0 and -inf for a row without keys.
     """
-    scale, lse_log2 = scale_and_lse(state.weight, state.top_log2)
+    scale, lse_log2 = scale_and_lse(state.weight.sum(axis=1), state.reference_log2)
     return state.acc * along_rows(scale, state.acc.shape[1]), lse_log2
 
 

@@ -161,6 +161,14 @@ def stay_before(x: Any) -> None:
     llvm.inline_asm(None, [sum_of_rows], code, "f,~{memory}", has_side_effects=True)
 
 
+def any_below_one(x: Any) -> Any:
+    """Returns int32 1 if some row of this warp has x < 1, else 0."""
+    code = "{ .reg .pred p, q; setp.lt.f32 p, $1, 0f3f800000; vote.sync.any.pred q, p, -1; selp.s32 $0, 1, 0, q; }"
+    least = functools.reduce(arith.minimumf, _per_row(x))
+    word = llvm.inline_asm(ir.IntegerType.get_signless(32), [least], code, "=r,f", has_side_effects=True)
+    return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
+
+
 def named_barrier(barrier: Any, *, action: str) -> None:
     """Arrives or waits at a hardware barrier of two warpgroups."""
     code = f"bar.{action} $0, {2 * THREADS};"

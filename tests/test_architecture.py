@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.host
 PACKAGE = "inkling_pallas"
 ROOT = Path(__file__).parent.parent / PACKAGE
 

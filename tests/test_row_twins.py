@@ -53,6 +53,22 @@ def test_masks(way, keys):
     expect(through_smem(read, way, x, 64, keys), expected)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first_row", [0, 16, 47, 64])
+def test_rescale(way, first_row):
+    x = numbers(64, 128)
+
+    def read(ref):
+        row = mosaic.iota((64,), 0, mosaic.WGMMA_ROWS)
+        decay = jnp.where(
+            row < first_row, jnp.full((64,), 1.0), jnp.full((64,), 0.5)
+        )  # the rows of some warps are all 1
+        values = plgpu.load(ref, layout=mosaic.WGMMA, optimized=False)
+        return wgmma_rows.rescale(values, plgpu.layout_cast(decay, mosaic.WGMMA_ROWS), interpret=bool(way))
+
+    expect(through_smem(read, way, x, 64, 128), np.where(np.arange(64)[:, None] < first_row, 1, 0.5) * np.asarray(x))
+
+
 @pytest.mark.parametrize("way", [way for way in WAYS if way.id != "twin"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("width", [64, 128])

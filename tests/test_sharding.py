@@ -39,6 +39,7 @@ BROKEN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_on_eight_devices_and_each_check_on_a_broken_variant(first):
     forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}

@@ -43,7 +43,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-_OPTIMIZED = ("optimized", "lowering", "gpu")
+_OPTIMIZED = ("optimized", "interpreter", "lowering", "gpu")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -43,8 +43,8 @@ demo: .venv/.demo  ## one serving step with a paged cache, checked against the o
 	.venv/bin/python -m inkling_pallas demo $(ARGS)
 
 ifeq ($(strip $(ARGS)),)
-test: .venv/.test .venv-jax012/.test  ## lint, every test, first the small form on jax 0.12: about 12 minutes on 2 cores
-	@echo "make test takes about 12 minutes on 2 cores; make quick, without kernels and long cases, about 3"
+test: .venv/.test .venv-jax012/.test  ## lint, every test, first the small form on jax 0.12: budget 12 minutes on 2 calm cores
+	@echo "make test has a budget of 12 minutes on 2 calm cores; make quick, without kernels and long cases, of 3"
 	$(ruff)
 	@echo "jax 0.12, the small form; pyright beside it, its output is below"
 	@.venv/bin/pyright > .venv/pyright.txt 2>&1 & types=$$!; failed=; \
@@ -59,8 +59,8 @@ test: .venv/.test  ## with ARGS="-k decode" or other options of pytest: only tha
 	.venv/$(pytest) $(ARGS)
 endif
 
-quick: .venv/.test  ## one jax, no kernels and no long cases: about 3 minutes on 2 cores
-	@echo "make quick takes about 3 minutes on 2 cores"
+quick: .venv/.test  ## one jax, no kernels and no long cases: budget 3 minutes on 2 calm cores
+	@echo "make quick has a budget of 3 minutes on 2 calm cores"
 	@.venv/$(pytest) -m "not full and not interpreter and not lowering and not slow" $(ARGS)
 
 lint: .venv/.test  ## ruff, the format check and pyright: about 1 minute

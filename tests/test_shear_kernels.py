@@ -1,5 +1,6 @@
 """The kernels that write the sheared layout: interpreted with race detection, exact; lowered; compiled for sm_90a."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ from twins import WAYS, expect, numbers, result, run, through_smem
 
 import inkling_pallas as ip
 from inkling_pallas import relative_bias
+from inkling_pallas.core.devices import H200
 from inkling_pallas.core.sheared_layout import ShearedLogits, shear_rows
 from inkling_pallas.kernels import shear
 from inkling_pallas.kernels.mosaic import sheared_loads
@@ -61,17 +63,18 @@ def test_project_is_exact_without_a_race(tokens, heads, extent, capfd):
 
 
 @pytest.mark.interpreter
-def test_a_cta_walks_many_tiles(monkeypatch, capfd):
-    monkeypatch.setattr(shear_tiling, "_SMS", 1)
+def test_a_cta_walks_many_tiles(capfd):
+    card = dataclasses.replace(H200, num_sms=1)
     tokens, heads, extent = 40, 8, 264
     shifts = shifts_of(tokens)
     rel_logits = numbers(tokens, heads, extent, dtype=jnp.float16)
-    tiles = shear_tiling.ShearTiles.make(rel_logits, extent, True)
+    tiles = shear_tiling.ShearTiles.make(rel_logits, extent, True, card=card)
     assert tiles.num_tiles > tiles.workers * sum(tiles.buffers)
-    np.testing.assert_array_equal(shear.shear(rel_logits, shifts, _INTERPRETER), shear_rows(rel_logits, shifts))
+    sheared = shear.shear(rel_logits, shifts, _INTERPRETER, card)
+    np.testing.assert_array_equal(sheared, shear_rows(rel_logits, shifts))
     r, proj = whole_numbers(tokens, heads, 16, dtype=jnp.float16), whole_numbers(16, extent, dtype=jnp.float16)
     expected = shear_rows(ip.relative_logits(r, proj), shifts)
-    np.testing.assert_array_equal(shear.project(r, proj, None, shifts, _INTERPRETER), expected)
+    np.testing.assert_array_equal(shear.project(r, proj, None, shifts, _INTERPRETER, card), expected)
     assert "RACE" not in "".join(capfd.readouterr())
 
 

@@ -6,25 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
+from tiny_benchmark import DECODE
 
 from inkling_pallas.bench import clocks, workloads
 from inkling_pallas.bench.clocks import Span
 from inkling_pallas.bench.peers import jax_paged
 from inkling_pallas.testing import row_errors
-from inkling_pallas.testing.cases import Case
 from inkling_pallas.testing.reference import reference_rel_attention
-
-DECODE = Case(
-    name="decode",
-    kind="",
-    q_lens=(1, 1),
-    kv_lens=(70, 33),
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rel_extent=16,
-    poison=(),
-)
 
 
 def test_queue_clock_counts_each_call(monkeypatch):

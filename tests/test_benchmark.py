@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_benchmark import FIXED, TINY
 
 from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.bench import (
@@ -27,7 +28,6 @@ from inkling_pallas.bench.ceilings import Ceilings, Read
 from inkling_pallas.bench.clocks import Span, Timing
 from inkling_pallas.bench.peers import base, contiguous, jax_libraries
 from inkling_pallas.testing import row_errors
-from inkling_pallas.testing.cases import Case
 from inkling_pallas.testing.reference import reference_rel_attention
 
 pytestmark = pytest.mark.host
@@ -49,20 +49,7 @@ PUBLISHED_FLOORS = {
     "mix_g_31dec8k_1x2k": 627.4,
     "mix_l16_31dec8k_1x2k": 79.5,
 }
-TINY = Case(
-    name="tiny",
-    kind="tiny",
-    q_lens=(1, 7),
-    kv_lens=(40, 33),
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rel_extent=16,
-    window_size=(20, 0),
-    poison=(),
-)
 REAL = "cpu_dec_tp8_b2_512"  # as `bench --suite cpu` has it
-FIXED = Ceilings(reads=(Read(num_bytes=1, us=1.0, kernel="k"),), matmul_tflops=1.0, matmul_kernel="m")
 
 
 class CountingClock(clocks.WallClock):

@@ -8,27 +8,16 @@ import warnings
 
 import numpy as np
 import pytest
+from tiny_benchmark import DECODE
 
 from inkling_pallas.bench import workloads
 from inkling_pallas.bench.peers import base, jax_paged, torch_inputs, torch_peers
 from inkling_pallas.bench.peers import worker as peer_workers
 from inkling_pallas.testing import row_errors
-from inkling_pallas.testing.cases import Case
 from inkling_pallas.testing.reference import reference_rel_attention
 
 pytestmark = pytest.mark.host
 
-DECODE = Case(
-    name="decode",
-    kind="",
-    q_lens=(1, 1),
-    kv_lens=(70, 33),
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rel_extent=16,
-    poison=(),
-)
 ECHO = """
 import sys
 for line in sys.stdin:

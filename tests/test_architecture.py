@@ -18,7 +18,7 @@ LAYERS = {
     "": "__main__ > bench > serving > plots > testing > parallel"
     " > attention cache_writes relative_bias > kernels > core",
     "bench": "command > report > options run_case > plots sheared > results sampled_judge series > peers"
-    " > ceilings context targets write_kv > workloads clocks",
+    " > busy ceilings context targets write_kv > workloads clocks energy",
     "bench.peers": "registry > jax_libraries jax_paged torch_peers worker xla_dense"
     " > base contiguous fa4_score_mod torch_inputs",
     "serving": "demo simulate > options report > server > scheduler layer > page_pool synthetic trace warmup",

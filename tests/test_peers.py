@@ -47,7 +47,7 @@ def test_the_paged_kernel_says_what_it_lacks():
 
 
 def test_a_worker_answers_tells_reasons_and_may_end(echo):
-    assert echo.ask('{"us": 12.5}') == 12.5
+    assert echo.ask('{"us": 12.5, "busy": {"us": 14.0}}') == {"us": 12.5, "busy": {"us": 14.0}}
     with pytest.raises(base.PeerSkippedError, match=r"^no room$"):
         echo.ask('{"reason": "no room"}')
     with pytest.raises(base.PeerSkippedError, match="gave no answer within 20 s, or ended"):
@@ -67,23 +67,25 @@ def test_each_worker_adds_a_time_or_a_reason(monkeypatch):
             pass
 
         def ask(self, workload, seconds=0.0):
-            return 2.0
+            return {"us": 2.0, "busy": {"us": 3.0}}
 
         def close(self):
             closed.append(self)
 
-    def start(name):
+    def start(name, busy):
+        assert busy
         if name == "absent":
             raise base.PeerSkippedError("not installed")
         return Made()
 
     closed = []
     monkeypatch.setattr(peer_workers.Worker, "start", start)
-    workers = peer_workers.Workers(("there", "absent"))
-    cases = [{"name": "c", "us": us, "peers": {}, "skipped": {}} for us in (1.0, 1.0, None)]
+    workers = peer_workers.Workers(("there", "absent"), busy=True)
+    cases = [{"name": "c", "us": us, "peers": {}, "busy": {}, "skipped": {}} for us in (1.0, 1.0, None)]
     for case, hurried in zip(cases, (False, True, False), strict=True):
         workers.time_case(case, hurried=hurried)
     assert (cases[0]["peers"], cases[0]["skipped"]) == ({"there": 2.0}, {"absent": "not installed"})
+    assert cases[0]["busy"] == {"there": {"us": 3.0}}
     assert set(cases[1]["skipped"].values()) == {"the time that was left was for the other cases"}
     assert (cases[2]["peers"], cases[2]["skipped"]) == ({}, {})
     workers.close()
@@ -92,7 +94,7 @@ def test_each_worker_adds_a_time_or_a_reason(monkeypatch):
 
 def test_without_a_card_no_worker_is_started():
     with pytest.raises(base.PeerSkippedError, match="flex_rel needs an NVIDIA GPU"):
-        peer_workers.Worker.start("flex_rel")
+        peer_workers.Worker.start("flex_rel", busy=False)
 
 
 def test_a_peer_without_torch_says_so(monkeypatch):

@@ -32,6 +32,10 @@ def results_of(suite, *cases):
     return {"meta": meta, "ceilings": ceilings, "cases": list(cases)}
 
 
+def times(**us):
+    return {name: {"us": one, "mhz": None, "watts": None, "mj": None} for name, one in us.items()}
+
+
 MADE = {
     "scaling": results_of(
         "scaling",
@@ -41,7 +45,16 @@ MADE = {
         case_of("skew_g", 300.0),
         case_of("even32_g", 290.0),
     ),
-    "decode": results_of("decode", case_of("dec_g_b1_8k", None, reason="too slow"), case_of("dec_g_b8_8k", 60.0)),
+    "decode": results_of(
+        "decode",
+        case_of("dec_g_b1_8k", None, reason="too slow"),
+        case_of(
+            "dec_g_b8_8k",
+            60.0,
+            peers={"a_nobias": 50.0},
+            busy={"inkling_pallas": {"us": 70.0, "mj": 40.0}, "b_nobias": {"us": 45.0}, "c": {"us": 1.0}},
+        ),
+    ),
 }
 
 
@@ -64,8 +77,9 @@ def test_a_changed_result_or_table_is_noticed():
 
 def test_a_case_that_was_not_timed_stands_in_the_table():
     table = series.markdown_table(MADE["decode"])
-    assert "| dec_g_b1_8k | - | - | - | - | not timed: too slow |" in table
-    assert "| dec_g_b8_8k | 60.0 | 30.0 | 0.500 | - | 0.500 of floor, >= 0.88 MISSED |" in table
+    assert "| dec_g_b1_8k | - | - | - | - | - | - | - | not timed: too slow |" in table
+    row = "| dec_g_b8_8k | 60.0 | 70.0 | 40.0 | 30.0 | 0.500 | 50.0 a | 45.0 b | 0.500 of floor, >= 0.88 MISSED |"
+    assert row in table
 
 
 def test_sweeps_hold_the_cases_in_order():
@@ -105,6 +119,10 @@ def test_plots_say_what_they_show():
     assert titles == ["Decode of one sequence", "Decode of 8,192 keys each", "Prefill of one sequence"]
     peers = plots.plot_peers(MADE["scaling"])
     assert [text.get_text() for text in peers.axes[0].get_legend().get_texts()] == ["a_nobias"]
+    busy = case_of("dec_g_b8_8k", 60.0, peers={"a_nobias": 90.0}, busy=times(inkling_pallas=50.0, a_nobias=100.0))
+    axes = plots.plot_peers(results_of("decode", busy)).axes[0]
+    assert [points.get_offsets().tolist() for points in axes.collections[:2]] == [[[1.5, 0.0]], [[2.0, 0.0]]]
+    assert axes.get_legend().get_texts()[-1].get_text() == "hollow: without rests"
 
 
 def test_bands_cover_the_tiles_that_rows_see_and_no_others():

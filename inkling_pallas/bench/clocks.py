@@ -34,6 +34,18 @@ _MAX_WARM_ROUNDS = 60
 _FLUSH_BYTES = 1 << 30
 
 
+class Rotation(NamedTuple):
+    """The call of a function that can be traced, on the sets of arguments in turn. It is a `Call`."""
+
+    compute: Callable[..., Any]
+    sets: Sequence[tuple[Any, ...]]
+    compiled: Callable[..., Any] | None = None  # the same, where it was compiled before
+
+    def __call__(self, number: int) -> Any:
+        """Returns what the function computes from the arguments of a call."""
+        return (self.compiled or self.compute)(*self.sets[number % len(self.sets)])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
     """Times of the calls of one kind, in microseconds."""

@@ -14,10 +14,18 @@ import jax
 from inkling_pallas.bench import sheared
 from inkling_pallas.bench.ceilings import measure_ceilings
 from inkling_pallas.bench.clocks import make_clock
+from inkling_pallas.bench.energy import Meter
 from inkling_pallas.bench.options import Options, parse_options
 from inkling_pallas.bench.peers import PEERS
 from inkling_pallas.bench.peers.worker import Workers
-from inkling_pallas.bench.results import comparison_of, goals_table_of, line_of, skipped_table_of, table_of
+from inkling_pallas.bench.results import (
+    busy_table_of,
+    comparison_of,
+    goals_table_of,
+    line_of,
+    skipped_table_of,
+    table_of,
+)
 from inkling_pallas.bench.run_case import empty_results, run_case
 from inkling_pallas.bench.workloads import WORKLOADS
 from inkling_pallas.core.console import progress, table
@@ -48,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         jax.config.update("jax_enable_compilation_cache", cached)
     table(f"{options.suite} on {card_name()}", *table_of(results["cases"]))
     for title, (head, rows) in {
+        "calls without rests": busy_table_of(results["cases"]),
         "against what is asked": goals_table_of(results["cases"]),
         "peers that were not timed": skipped_table_of(results["cases"]),
     }.items():
@@ -62,13 +71,18 @@ def main(argv: Sequence[str]) -> int:
 def run_suite(options: Options, command: str) -> dict[str, Any]:
     """Measures ceilings and cases; rewrites the file after each case, so that a run cut short leaves what it timed."""
     start = time.monotonic()
-    workers = Workers(tuple(name for name in options.peers if name not in PEERS))
+    workers = Workers(tuple(name for name in options.peers if name not in PEERS), busy=options.busy)
     peers = {name: PEERS[name] for name in options.peers if name in PEERS}
     with contextlib.closing(workers), progress("bench", 1 + len(options.cases)) as step:
         step("ceilings")
         clock = make_clock()
         ceilings = measure_ceilings(clock)
         print(ceilings, flush=True)
+        meter = None
+        if options.busy:
+            meter = Meter()
+            if meter.missing is not None:
+                print(f"no MHz, W and mJ: {meter.missing}", flush=True)
         meta = describe_run(options.suite, command, clock.name)
         results: dict[str, Any] = {"meta": meta, "ceilings": ceilings.as_json(), "cases": []}
         write_json(options.path, results)
@@ -76,7 +90,7 @@ def run_suite(options: Options, command: str) -> dict[str, Any]:
             step(name)
             spent = (time.monotonic() - start) / options.time_limit
             if spent < 1:
-                case = run_case(WORKLOADS[name], options.backend, peers, clock, ceilings)
+                case = run_case(WORKLOADS[name], options.backend, peers, clock, ceilings, meter)
                 workers.time_case(case, hurried=spent > _WORKER_SHARE)
                 if options.suite == "sheared":
                     sheared.add_to(case, WORKLOADS[name], clock)

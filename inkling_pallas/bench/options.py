@@ -25,6 +25,7 @@ class Options:
     cases: tuple[str, ...] = ()
     backend: str = "auto"
     peers: tuple[str, ...] = ()
+    busy: bool = True
     time_limit: float = _TIME_LIMIT
     path: Path = Path()
 
@@ -50,7 +51,15 @@ def parse_options(argv: Sequence[str]) -> Options:
         raise refuse("--time-limit", "be a positive number of seconds", given.time_limit, "Cases past it are skipped.")
     name = f"{card_name()}-{suite}{'' if given.cases is None else '-partial'}.json"
     path = _folder(given.out) / name
-    return Options(suite=suite, cases=cases, backend=backend, peers=peers, time_limit=given.time_limit, path=path)
+    return Options(
+        suite=suite,
+        cases=cases,
+        backend=backend,
+        peers=peers,
+        busy=not given.no_busy,
+        time_limit=given.time_limit,
+        path=path,
+    )
 
 
 def _parser() -> _Parser:
@@ -63,6 +72,11 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--backend", default="auto", help=f"auto or one of {', '.join(BACKENDS)} (default: auto)")
     parser.add_argument("--peers", help=f"comma-separated, or none (default: {','.join(ALL_PEERS)})")
+    parser.add_argument(
+        "--no-busy",
+        action="store_true",
+        help="leave out calls without rests and their energy: about 5 s for each case and peer",
+    )
     parser.add_argument(
         "--time-limit",
         type=float,

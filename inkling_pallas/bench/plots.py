@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from inkling_pallas.bench import series as data
+from inkling_pallas.bench.targets import OURS, busy_times
 from inkling_pallas.plots.call import new_figure
 
 _MARKERS = ("o", "s", "^", "D", "v")
@@ -144,7 +145,7 @@ _RATIOS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)  # ticks
 
 
 def plot_peers(results: data.Results, theme: Theme = LIGHT) -> Any:
-    """Returns a Figure of how long peers take on each case of a suite, in times of ours.
+    """Returns a Figure of how long peers take on each case of a suite, in times of ours; hollow: without rests.
 
     Args:
       results: of one suite.
@@ -161,6 +162,10 @@ def plot_peers(results: data.Results, theme: Theme = LIGHT) -> Any:
             points = [(case["peers"][name] / case["us"], i) for i, case in enumerate(cases) if name in case["peers"]]
             colour, marker = theme.colours[index % len(theme.colours)], _MARKERS[index // len(theme.colours)]
             axes.scatter(*zip(*points, strict=True), color=colour, marker=marker, s=36, label=name, zorder=3)
+            busy = [(ratio, i) for i, case in enumerate(cases) if (ratio := _busy_ratio(case, name)) is not None]
+            if busy:
+                style = {"facecolors": "none", "edgecolors": colour, "marker": marker}
+                axes.scatter(*zip(*busy, strict=True), s=36, zorder=3, **style)
         axes.axvline(1, color=theme.ink, lw=1.2)
         axes.set_yticks(range(len(cases)), [case["name"] for case in cases])
         axes.set_xlabel("time of the peer / time of inkling_pallas (right of the line: the peer is slower)")
@@ -173,8 +178,15 @@ def plot_peers(results: data.Results, theme: Theme = LIGHT) -> Any:
             axes.set_xticks([x for x in _RATIOS if min(ratios) / 1.5 <= x <= max(ratios) * 1.5], minor=False)
             axes.set_xticks([], minor=True)
         axes.xaxis.set_major_formatter("{x:g}")
+        if any(busy_times(case) for case in cases):
+            axes.scatter([], [], facecolors="none", edgecolors=theme.ink, s=36, label="hollow: without rests")
         axes.legend(frameon=False, labelcolor=theme.ink, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
+
+
+def _busy_ratio(case: Mapping[str, Any], name: str) -> float | None:
+    busy = busy_times(case)
+    return busy[name] / busy[OURS] if {name, OURS} <= set(busy) else None
 
 
 def save_svg(figure: Any, path: Path) -> None:

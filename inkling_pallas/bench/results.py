@@ -1,9 +1,9 @@
 """A benchmark's results as text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inkling_pallas.bench.targets import best_without_bias, standings
+from inkling_pallas.bench.targets import OURS, best_without_bias, busy_times, standings
 
 
 def table_of(cases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
@@ -19,6 +19,18 @@ def table_of(cases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]
         row += ["-" if case[name] is None else f"{case[name]:.1e}" for name in ("row_error", "limit")]
         row += [_number(case["peers"].get(name)) for name in peers]
         rows.append([*row, verdict_of(case)])
+    return head, rows
+
+
+def busy_table_of(cases: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the head and the rows of the table of calls without rests: a row for each that was timed so."""
+    head = ["case", "of", "us, rested", "us, busy", "MHz", "W", "mJ a call"]
+    rows = []
+    for case in cases:
+        rested = {OURS: case["us"], **case["peers"]}
+        for name, busy in case.get("busy", {}).items():
+            energy = [_number(busy[unit]) for unit in ("mhz", "watts", "mj")]
+            rows.append([case["name"], name, _number(rested.get(name)), _number(busy["us"]), *energy])
     return head, rows
 
 
@@ -46,16 +58,19 @@ def comparison_of(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]
 ) -> tuple[list[str], list[list[str]]]:
     """Returns the head and the rows of the table of two runs: each case of either, and each peer of either."""
-    runs = [
-        {(case["name"], who): us for case in cases for who, us in {"": case["us"], **case["peers"]}.items()}
-        for cases in (first, second)
-    ]
+    runs = [{(case["name"], who): us for case in cases for who, us in _times(case)} for cases in (first, second)]
     rows = []
     for name, who in dict.fromkeys([*runs[0], *runs[1]]):
         before, after = (run.get((name, who)) for run in runs)
         ratio = f"{after / before:.3f}" if before and after else "-"
-        rows.append([name, who or "inkling_pallas", _number(before), _number(after), ratio])
+        rows.append([name, who, _number(before), _number(after), ratio])
     return ["case", "of", "first", "second", "second / first"], rows
+
+
+def _times(case: dict[str, Any]) -> list[tuple[str, float | None]]:
+    """Returns who was timed in a case, and its time; without rests it is named so."""
+    rested = {OURS: case["us"], **case["peers"]}
+    return [*rested.items(), *((f"{name}, busy", us) for name, us in busy_times(case).items())]
 
 
 def verdict_of(case: dict[str, Any]) -> str:
@@ -70,9 +85,16 @@ def line_of(case: dict[str, Any]) -> str:
         return f"{case['name']}: {verdict_of(case)}"
     peers = "".join(f", {name} {_number(us)}" for name, us in case["peers"].items())
     floor = f"{case['fraction']:.2f} of the floor {_number(case['floor_us'])}"
-    best = best_without_bias(case)
-    ratio = "" if best is None else f"; {case['us'] / best[1]:.2f} x {best[0]}"
+    ratio = _ratio_of(case["us"], case["peers"])
+    busy = busy_times(case)
+    if OURS in busy:
+        ratio += f"; busy {_number(busy[OURS])} us{_ratio_of(busy[OURS], busy)}"
     return f"{case['name']}: {_number(case['us'])} us, {floor}{peers}{ratio}"
+
+
+def _ratio_of(us: float, times: Mapping[str, float]) -> str:
+    best = best_without_bias(times)
+    return "" if best is None else f"; {us / best[1]:.2f} x {best[0]}"
 
 
 def _number(us: float | None) -> str:

@@ -9,12 +9,15 @@ from typing import Any
 import jax
 
 from inkling_pallas.attention import explain, inkling_rel_attention
+from inkling_pallas.bench.busy import time_busy
 from inkling_pallas.bench.ceilings import Ceilings, cold_sets
-from inkling_pallas.bench.clocks import Call, Clock, ClockError, QueueClock, TraceClock, time_calls
+from inkling_pallas.bench.clocks import Clock, ClockError, QueueClock, Rotation, TraceClock, time_calls
+from inkling_pallas.bench.energy import Meter
 from inkling_pallas.bench.peers.base import Peer, PeerSkippedError, device_memory
 from inkling_pallas.bench.sampled_judge import Judge
-from inkling_pallas.bench.targets import NO_BIAS
+from inkling_pallas.bench.targets import NO_BIAS, OURS
 from inkling_pallas.bench.workloads import cost, device_inputs, input_bytes
+from inkling_pallas.core.errors import one_line
 from inkling_pallas.testing.cases import Case
 
 # What a case that is not timed lacks.
@@ -24,11 +27,22 @@ _ARRAYS = ("q", "key_cache", "value_cache", "block_table", "cache_seqlens", "cu_
 _INPUT_SHARE = 0.3
 
 
-def run_case(case: Case, backend: str, peers: Mapping[str, Peer], clock: Clock, ceilings: Ceilings) -> dict[str, Any]:
-    """Returns the results of one case; whatever goes wrong is told in `reason`, and `us` is None."""
+def run_case(
+    case: Case, backend: str, peers: Mapping[str, Peer], clock: Clock, ceilings: Ceilings, meter: Meter | None = None
+) -> dict[str, Any]:
+    """Returns the results of one case; whatever goes wrong is told in `reason`, and `us` is None.
+
+    Args:
+      case: the workload.
+      backend: as `inkling_rel_attention` takes it.
+      peers: by name.
+      clock: for calls after a rest.
+      ceilings: of the device.
+      meter: calls without rests are timed, too, and their energy read; None leaves them out.
+    """
     results = empty_results(case, backend, ceilings)
     try:
-        _run(case, results, peers, clock)
+        _run(case, results, peers, clock, meter)
     except (NotImplementedError, ClockError) as error:
         results["reason"] = one_line(error)
     except Exception as error:  # whatever a backend raises, the other cases are still to be timed
@@ -42,10 +56,10 @@ def empty_results(case: Case, backend: str, ceilings: Ceilings, reason: str | No
     floor = round(ceilings.floor_us(needed.num_bytes, needed.flops), 3)
     results: dict[str, Any] = {"name": case.name, "backend": backend, **dict.fromkeys(_MEASURED), "floor_us": floor}
     results |= {"bytes": needed.num_bytes, "flops": needed.flops, "red": False, "reason": reason}
-    return results | {"peers": {}, "forms": {}, "skipped": {}}
+    return results | {"busy": {}, "peers": {}, "forms": {}, "skipped": {}}
 
 
-def _run(case: Case, results: dict[str, Any], peers: Mapping[str, Peer], clock: Clock) -> None:
+def _run(case: Case, results: dict[str, Any], peers: Mapping[str, Peer], clock: Clock, meter: Meter | None) -> None:
     """Judges and times one case, and fills in its results as it goes."""
     room = max(1, int(_INPUT_SHARE * device_memory() / input_bytes(case)))
     sets = [device_inputs(case, seed) for seed in range(min(room, cold_sets(results["bytes"])))]
@@ -68,21 +82,35 @@ def _run(case: Case, results: dict[str, Any], peers: Mapping[str, Peer], clock: 
     results.update({name: round(value, 3) for name, value in dataclasses.asdict(mine).items()})
     results["fraction"] = round(results["floor_us"] / mine.us, 4)
     results["peers"] = {name: round(timing.us, 3) for name, timing in timings.items()}
+    if meter is not None:
+        rested = {OURS: mine.us, **{name: timing.us for name, timing in timings.items()}}
+        _time_busy({OURS: ours, **calls}, rested, meter, results)
 
 
-def _compile(sets: Sequence[dict[str, Any]], backend: str) -> tuple[Call, float]:
+def _time_busy(
+    calls: Mapping[str, Rotation], rested: Mapping[str, float], meter: Meter, results: dict[str, Any]
+) -> None:
+    """Times the calls without rests, and fills in `busy`; one that fails so is told among the skipped."""
+    for name, call in calls.items():
+        try:
+            results["busy"][name] = time_busy(call, meter, rested[name]).rounded()
+        except Exception as error:  # the loop takes more memory than a call does, and a peer may fail in any way
+            results["skipped"][f"{name}, busy"] = one_line(error)
+
+
+def _compile(sets: Sequence[dict[str, Any]], backend: str) -> tuple[Rotation, float]:
     """Returns the operator's call on the sets and the seconds that tracing and compiling it took."""
     static = {name: value for name, value in sets[0].items() if name not in _ARRAYS}
-    arrays = [{name: inputs[name] for name in _ARRAYS} for inputs in sets]
+    arrays = [({name: inputs[name] for name in _ARRAYS},) for inputs in sets]
     operator = jax.jit(lambda arrays: inkling_rel_attention(**arrays, **static, backend=backend))
     start = time.perf_counter()
-    compiled = operator.lower(arrays[0]).compile()
-    return lambda number: compiled(arrays[number % len(arrays)]), round(time.perf_counter() - start, 3)
+    compiled = operator.lower(*arrays[0]).compile()
+    return Rotation(operator, arrays, compiled), round(time.perf_counter() - start, 3)
 
 
 def _peer_calls(
     case: Case, sets: Sequence[dict[str, Any]], judge: Judge, peers: Mapping[str, Peer], results: dict[str, Any]
-) -> dict[str, Call]:
+) -> dict[str, Rotation]:
     """Returns the calls of peers that can do a case and are right; notes their forms, and why the others cannot."""
     calls = {}
     for name, peer in peers.items():
@@ -102,9 +130,3 @@ def _peer_calls(
         else:
             results["skipped"][name] = reason
     return calls
-
-
-def one_line(error: BaseException) -> str:
-    """Returns the type of an error and the first line of its message."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"

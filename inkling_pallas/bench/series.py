@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inkling_pallas.bench.targets import NO_BIAS, best_without_bias, standings
+from inkling_pallas.bench.targets import NO_BIAS, OURS, best_without_bias, busy_times, standings
 from inkling_pallas.bench.workloads import SUITES, WORKLOADS
 from inkling_pallas.testing.cases import Case
 
@@ -108,16 +108,26 @@ def provenance(results: Results) -> str:
 def markdown_table(results: Results) -> str:
     """Returns the Markdown table of a suite: what each case reached, what is asked of it, why it was not timed."""
     lines = [
-        "| case | us | floor, us | of floor | fastest library without bias, us | asked |",
-        "|---|--:|--:|--:|---|---|",
+        "| case | us | busy, us | busy, mJ | floor, us | of floor | fastest without bias, us | busy | asked |",
+        "|---|--:|--:|--:|--:|--:|---|---|---|",
     ]
     for case in results["cases"]:
         if case["us"] is None:
-            lines.append(f"| {case['name']} | - | - | - | - | not timed: {case['reason']} |")
+            lines.append(f"| {case['name']} |{' - |' * 7} not timed: {case['reason']} |")
             continue
-        best = best_without_bias(case)
-        library = "-" if best is None else f"{best[1]:,.1f} {best[0].removesuffix(NO_BIAS)}"
+        libraries = [_library(times) for times in (case["peers"], busy_times(case))]
+        busy = case.get("busy", {}).get(OURS, {})
         asked = "; ".join(map(str, standings(case, results["cases"]))) or "-"
-        ours = f"{case['us']:,.1f} | {case['floor_us']:,.1f} | {case['fraction']:.3f}"
-        lines.append(f"| {case['name']} | {ours} | {library} | {asked} |")
+        ours = [_number(x) for x in (case["us"], busy.get("us"), busy.get("mj"), case["floor_us"])]
+        cells = [case["name"], *ours, f"{case['fraction']:.3f}", *libraries, asked]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _library(times: Mapping[str, float]) -> str:
+    best = best_without_bias(times)
+    return "-" if best is None else f"{best[1]:,.1f} {best[0].removesuffix(NO_BIAS)}"
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:,.1f}"

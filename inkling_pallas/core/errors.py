@@ -4,6 +4,7 @@ import operator
 from typing import Any
 
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
@@ -12,6 +13,26 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 def refuse(argument: str, rule: str, value: object, advice: str) -> ValueError:
     """Returns the error for a wrong argument, in the one form that all messages have."""
     return ValueError(f"{argument} must {rule}; got {value}. {advice}")
+
+
+def int32_array(argument: str, array: Any) -> Any:
+    """Returns a NumPy array of integers as a jax.Array of int32, and anything else as it is.
+
+    Raises:
+      ValueError: naming the first entry that is no int32: it must not wrap around to one that is right.
+    """
+    if not isinstance(array, np.ndarray | np.generic):
+        return array
+    values = np.asarray(array)
+    if values.dtype.kind in "iu" and values.dtype != np.int32:
+        least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+        wrong = np.argwhere((values < least) | (values > most))
+        for index in wrong[:1]:
+            where = f"{argument}[{', '.join(map(str, index))}]"
+            advice = f"{len(wrong)} entries of {argument} break this rule."
+            raise refuse(where, "be an int32", values[tuple(index)], advice)
+        values = values.astype(np.int32)
+    return jnp.asarray(values)
 
 
 def static_int(argument: str, value: Any, minimum: int) -> int:
@@ -63,3 +84,9 @@ def float_dtype(argument: str, dtype: Any, advice: str) -> str:
     if name not in FLOAT_DTYPES:
         raise refuse(argument, f"be one of {', '.join(FLOAT_DTYPES)}", name, advice)
     return name
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the type of an error and the first line of its message."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from inkling_pallas.bench.clocks import Call
+from inkling_pallas.bench.clocks import Rotation
 from inkling_pallas.testing.cases import Case
 
 # A peer may take this share of the device's memory.
@@ -15,7 +15,7 @@ _MEMORY_SHARE = 0.5
 class PeerCall(NamedTuple):
     """A peer's way to compute a workload."""
 
-    call: Call
+    call: Rotation
     form: str  # what it computes, where that is not the whole operator in one call; "" where it is
     # Turns a result of `call` into [num_tokens, num_heads, head_dim]; None where it holds no such rows.
     rows: Callable[[Any], jax.Array] | None

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inkling_pallas.bench.clocks import Rotation
 from inkling_pallas.bench.peers.base import PeerCall, PeerSkippedError, require_gpu, require_memory
 from inkling_pallas.bench.peers.contiguous import Part, contiguous, packed_rows, parts_of
 from inkling_pallas.testing.cases import Case
@@ -71,7 +72,7 @@ def tokamax_packed_nobias(
     compute = jax.jit(lambda q, k, v: operator(q, k, v, mask=mask, logits_scale=sets[0]["softmax_scale"]))
     prepared = [_one_sequence(case, arguments) for arguments in sets]
     return PeerCall(
-        call=lambda number: compute(*prepared[number % len(prepared)]),
+        call=Rotation(compute, prepared),
         form="all prompts as one sequence, masked by a first key for each row",
         rows=lambda result: result[0],
     )
@@ -100,7 +101,7 @@ def _peer_call(
         return packed_rows(case, parts, [cut(output) for cut, output in zip(cuts, outputs, strict=True)])
 
     return PeerCall(
-        call=lambda number: compute(prepared[number % len(prepared)]),
+        call=Rotation(compute, [(arrays,) for arrays in prepared]),
         form="; ".join(_forms(case, parts, len(attends))),
         rows=rows if exact else None,
     )

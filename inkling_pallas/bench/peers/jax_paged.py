@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inkling_pallas.bench.clocks import Rotation
 from inkling_pallas.bench.peers.base import PeerCall, PeerSkippedError, require_gpu, require_memory
 from inkling_pallas.testing.cases import Case
 
@@ -38,7 +39,7 @@ def jax_paged_nobias(case: Case, sets: Sequence[Mapping[str, Any]], interpret: b
     compute = jax.jit(lambda *arrays: attend(*arrays))
     prepared = [_arguments(case, arguments, first, lengths, width) for arguments in sets]
     return PeerCall(
-        call=lambda number: compute(*prepared[number % len(prepared)]),
+        call=Rotation(compute, prepared),
         form="" if left < 0 else "the pages of the window as whole sequences",
         rows=lambda result: result,
     )

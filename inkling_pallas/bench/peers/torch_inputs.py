@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from inkling_pallas.bench.busy import Busy, time_loops
+from inkling_pallas.bench.energy import Meter
 from inkling_pallas.bench.workloads import cost, input_bytes
 from inkling_pallas.testing.cases import Case
 
@@ -91,7 +93,11 @@ def _expected_row(torch: Any, case: Case, inputs: Inputs, b: int, index: int, ro
 
 
 def time_sets(
-    torch: Any, case: Case, make: Callable[[Inputs], Callable[[], Any]], with_bias: bool = True
+    torch: Any,
+    case: Case,
+    make: Callable[[Inputs], Callable[[], Any]],
+    with_bias: bool = True,
+    meter: Meter | None = None,
 ) -> dict[str, Any]:
     """Returns a peer's time on a case, cold, and its error; each set of inputs is a CUDA graph of one call.
 
@@ -100,6 +106,7 @@ def time_sets(
       case: the workload.
       make: returns the call of a set of inputs, whose result is [num_tokens, num_heads, head_dim].
       with_bias: whether the result has the bias in it.
+      meter: calls without rests are timed, too, and their energy read; None leaves them out.
     """
     cold_bytes = 10 * torch.cuda.get_device_properties(0).L2_cache_size + 10**7
     room = int(_MEMORY_SHARE * torch.cuda.mem_get_info()[0] / input_bytes(case))
@@ -115,7 +122,15 @@ def time_sets(
     graphs = [_capture(torch, call) for call in calls]
     flush = torch.ones(_FLUSH_WORDS, device="cuda")
     times = time_graphs(torch, graphs, lambda: flush.sum())
-    return {"us": statistics.median(times), "us_min": min(times), "us_max": max(times), "row_error": error}
+    answer: dict[str, Any] = {
+        "us": statistics.median(times),
+        "us_min": min(times),
+        "us_max": max(times),
+        "row_error": error,
+    }
+    if meter is not None:
+        answer["busy"] = time_busy_graphs(torch, graphs, meter, answer["us"]).rounded()
+    return answer
 
 
 def _capture(torch: Any, call: Callable[[], Any]) -> Any:
@@ -151,3 +166,17 @@ def time_graphs(torch: Any, graphs: Sequence[Any], flush: Callable[[], Any]) -> 
         after.record()
     torch.cuda.synchronize()
     return [1e3 * before.elapsed_time(after) for before, after in events]
+
+
+def time_busy_graphs(torch: Any, graphs: Sequence[Any], meter: Meter, rested_us: float) -> Busy:
+    """Returns what a call takes in a row of calls without rests; see `busy.time_busy`."""
+
+    def replay(turns: int) -> Callable[[], None]:
+        for _ in range(turns):
+            for graph in graphs:
+                graph.replay()
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    return time_loops(replay, len(graphs), meter, rested_us)

@@ -1,4 +1,4 @@
-"""Peers that need torch, in a process of its own: `python -m inkling_pallas.bench.peers.torch_peers PEER`.
+"""Peers that need torch, in a process of its own: `python -m inkling_pallas.bench.peers.torch_peers PEER [busy]`.
 
 It reads names of workloads, a line each, and answers each with a line of JSON: the times in microseconds, or `reason`.
 They give an attention library the operator's formula as a function of one score, as serving stacks do; `fa4_nobias`
@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from inkling_pallas.bench.energy import Meter
 from inkling_pallas.bench.peers.torch_inputs import Inputs, contiguous, time_sets
 from inkling_pallas.bench.targets import NO_BIAS
 from inkling_pallas.bench.workloads import WORKLOADS
 from inkling_pallas.testing.cases import Case
 
 ANSWER = "answer: "
+BUSY = "busy"
 # Makes the call of a set of inputs.
 _Make = Callable[[Inputs], Callable[[], Any]]
 
@@ -111,15 +113,16 @@ TORCH_PEERS: Mapping[str, Callable[[Any, Case], _Make]] = MappingProxyType(
 )
 
 
-def answer(name: str, case: Case) -> dict[str, Any]:
-    """Returns the times of a peer on a case, or the reason why there are none."""
+def answer(name: str, case: Case, meter: Meter | None = None) -> dict[str, Any]:
+    """Returns the times of a peer on a case, without rests where there is a meter, or the reason why there are none."""
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
             return {"reason": "torch sees no GPU"}
         importlib.import_module("torch._dynamo").reset()
         with torch.inference_mode():
-            return time_sets(torch, case, TORCH_PEERS[name](torch, case), with_bias=not name.endswith(NO_BIAS))
+            make = TORCH_PEERS[name](torch, case)
+            return time_sets(torch, case, make, with_bias=not name.endswith(NO_BIAS), meter=meter)
     except Exception as error:  # whatever a library raises is the answer
         lines = str(error).strip().splitlines() or [""]
         return {"reason": f"{type(error).__name__}: {lines[0][:300]}"}
@@ -127,8 +130,9 @@ def answer(name: str, case: Case) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Answers the workloads named on stdin."""
+    meter = Meter() if argv[1:] == [BUSY] else None
     for line in sys.stdin:
-        print(ANSWER + json.dumps(answer(argv[0], WORKLOADS[line.strip()])), flush=True)
+        print(ANSWER + json.dumps(answer(argv[0], WORKLOADS[line.strip()], meter)), flush=True)
     return 0
 
 

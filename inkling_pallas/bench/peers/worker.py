@@ -21,15 +21,16 @@ WORKER_PEERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # A first call compiles.
 SECONDS_PER_CASE = 90.0
 _PROGRAM = "inkling_pallas.bench.peers.torch_peers"
+_BUSY = "busy"
 _ANSWER = "answer: "
 
 
 class Worker:
     """A process that times one peer on workloads by name."""
 
-    def __init__(self, name: str, program: str = _PROGRAM) -> None:
-        """Starts the process; whatever is wrong is told by `ask`."""
-        command = [sys.executable, "-m", program, name]
+    def __init__(self, name: str, program: str = _PROGRAM, *, busy: bool = False) -> None:
+        """Starts the process; whatever is wrong is told by `ask`. With `busy` it also times calls without rests."""
+        command = [sys.executable, "-m", program, name, *([_BUSY] if busy else [])]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -37,8 +38,8 @@ class Worker:
         self._listener.start()
 
     @classmethod
-    def start(cls, name: str) -> Self:
-        """Returns the worker of a peer.
+    def start(cls, name: str, busy: bool) -> Self:
+        """Returns the worker of a peer; with `busy` it also times calls without rests.
 
         Raises:
           PeerSkippedError: where it cannot run.
@@ -47,10 +48,10 @@ class Worker:
         for module in WORKER_PEERS[name]:
             if importlib.util.find_spec(module) is None:
                 raise PeerSkippedError(f"{module} is not installed")
-        return cls(name)
+        return cls(name, busy=busy)
 
-    def ask(self, workload: str, seconds: float = SECONDS_PER_CASE) -> float:
-        """Returns the median time of a workload in microseconds.
+    def ask(self, workload: str, seconds: float = SECONDS_PER_CASE) -> dict[str, Any]:
+        """Returns the median time of a workload in microseconds as `us`, and perhaps `busy`.
 
         Raises:
           PeerSkippedError: if the peer has none, or gives no answer in time. It is not asked again then.
@@ -67,7 +68,7 @@ class Worker:
             raise PeerSkippedError(f"its process gave no answer within {seconds:g} s, or ended")
         if "reason" in answer:
             raise PeerSkippedError(answer["reason"])
-        return answer["us"]
+        return answer
 
     def _listen(self) -> None:
         """Queues the answers, and None at their end; lines that a library printed are passed over."""
@@ -87,7 +88,8 @@ class Worker:
 class Workers:
     """The workers of a run: started when first asked, and asked no more once one did not answer."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], *, busy: bool = False) -> None:
+        self._busy = busy
         self._workers: dict[str, Worker | str | None] = dict.fromkeys(names)
 
     def time_case(self, case: dict[str, Any], *, hurried: bool) -> None:
@@ -101,14 +103,16 @@ class Workers:
             try:
                 if hurried:
                     raise PeerSkippedError("the time that was left was for the other cases")
-                case["peers"][name] = round(self._worker(name).ask(case["name"]), 3)
+                answer = self._worker(name).ask(case["name"])
+                case["peers"][name] = round(answer["us"], 3)
+                case["busy"] |= {name: answer["busy"]} if "busy" in answer else {}
             except PeerSkippedError as error:
                 case["skipped"][name] = str(error)
 
     def _worker(self, name: str) -> Worker:
         if self._workers[name] is None:
             try:
-                self._workers[name] = Worker.start(name)
+                self._workers[name] = Worker.start(name, self._busy)
             except PeerSkippedError as error:
                 self._workers[name] = str(error)
         worker = self._workers[name]

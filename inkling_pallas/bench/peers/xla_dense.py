@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inkling_pallas.bench.clocks import Rotation
 from inkling_pallas.bench.peers.base import PeerCall, require_memory
 from inkling_pallas.testing.cases import Case
 
@@ -25,7 +26,7 @@ def xla_dense(case: Case, sets: Sequence[Mapping[str, Any]]) -> PeerCall:
     compute = jax.jit(functools.partial(dense_attention, **{name: sets[0][name] for name in static}))
     arrays = ("q", "key_cache", "value_cache", "block_table", "cache_seqlens", "cu_seqlens_q", "rel_logits")
     return PeerCall(
-        call=lambda number: compute({name: sets[number % len(sets)][name] for name in arrays}, *places),
+        call=Rotation(compute, [({name: arguments[name] for name in arrays}, *places) for arguments in sets]),
         form="",
         rows=lambda result: result,
     )

@@ -9,9 +9,17 @@ import jax.numpy as jnp
 
 from inkling_pallas.core.checked_call import BatchPlan, check_call, planned_problem
 from inkling_pallas.core.devices import default_device, device_capability
-from inkling_pallas.core.dispatch import Choice, Explanation, choose, load_backend, require_device, warn_on_fallback
+from inkling_pallas.core.dispatch import (
+    Choice,
+    Explanation,
+    choose,
+    load_backend,
+    require_device,
+    require_threads,
+    warn_on_fallback,
+)
 from inkling_pallas.core.errors import refuse
-from inkling_pallas.core.host_checks import check_batch_contents, check_shifts
+from inkling_pallas.core.host_checks import check_batch_contents, check_plan, check_shifts
 from inkling_pallas.core.paged_cache import PagedKVCache
 from inkling_pallas.core.problem import Lengths, Operands, Problem
 from inkling_pallas.core.sheared_layout import ShearedLogits
@@ -153,6 +161,8 @@ def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Ba
       (4, 8, 128)
     """
     call = check_call(_bound(q, key_cache, value_cache, {"softmax_scale": 1.0, "rel_logits": None, **arguments}))
+    if call.interpret:
+        require_threads()
     if arguments.get("backend", "auto") == "auto":
         warn_on_fallback(call.choice)
     return BatchPlan(
@@ -190,6 +200,8 @@ def check_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> N
     check_batch_contents(call.problem, call.operands.block_table, call.lengths, bound["max_seqlen_q"])
     if isinstance(call.operands.rel_logits, ShearedLogits):
         check_shifts(call.operands.rel_logits, call.lengths)
+    if call.plan is not None:
+        check_plan(call.plan.work, _jitted_plan(call.problem, call.choice, call.interpret, call.lengths))
 
 
 def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Explanation:

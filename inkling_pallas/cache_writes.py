@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import lax
 
 from inkling_pallas.core import cache_layouts
 from inkling_pallas.core.devices import Card, default_device
 from inkling_pallas.core.dispatch import kernels_of, known_backend, load_backend, require_device, usual_card
-from inkling_pallas.core.errors import refuse, require_array, static_bool
+from inkling_pallas.core.errors import int32_array, refuse, require_array, static_bool
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.core.paged_cache import PagedKVCache
 
 WRITERS = ("portable", "hopper")
@@ -36,9 +36,9 @@ def write_kv(
       cache: any layout.
       k: [num_tokens, num_kv_heads, head_dim] in the dtype of the cache.
       v: like k.
-      slots: int32[num_tokens]; page * block_size + offset in the page. A token whose slot lies outside
-        [0, num_blocks * block_size), such as -1 for padding, is not written. Where two tokens have the same slot, it is
-        unspecified which is written, also element by element: give each token its own.
+      slots: int32[num_tokens], or NumPy's integers where they fit; page * block_size + offset in the page. A token
+        whose slot lies outside [0, num_blocks * block_size), such as -1 for padding, is not written. Where two tokens
+        have the same slot, it is unspecified which is written, also element by element: give each token its own.
       backend: "portable" (a scatter; for sharded arrays outside shard_map), "hopper" (a kernel), or "auto": the kernel
         from 1,024 tokens on where the device has it.
       interpret: run the named kernel in the Pallas GPU interpreter.
@@ -64,6 +64,7 @@ def write_kv(
     shape = ("num_tokens", cache.num_kv_heads, cache.head_dim)
     require_array("k", k, shape, cache.dtype.name, "kv heads, head_dim and dtype are those of the cache.")
     require_array("v", v, tuple(k.shape), cache.dtype.name, "It is an array like k.")
+    slots = int32_array("slots", slots)
     require_array("slots", slots, (k.shape[0],), "int32", "One per row of k; -1 for a row that is not to be written.")
     arrays = tuple(map(jnp.asarray, cache.arrays))
     card = usual_card("hopper", _device_of(arrays[0]))
@@ -132,6 +133,6 @@ def _scatter(
     # What is out of range goes to pages after the last, each token to its own: a scatter drops those, but counts -1
     # from the end, and no two tokens may share a place.
     nowhere = dims.num_blocks + jnp.arange(len(slots), dtype=jnp.int32)
-    page = lax.div(slots, dims.block_size)
+    page = div(slots, dims.block_size)
     page = jnp.where((slots < 0) | (page >= dims.num_blocks), nowhere, page)
-    return cache_layouts.write_tokens(layout, arrays, page, lax.rem(jnp.maximum(slots, 0), dims.block_size), k, v)
+    return cache_layouts.write_tokens(layout, arrays, page, rem(jnp.maximum(slots, 0), dims.block_size), k, v)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.core.devices import default_device
-from inkling_pallas.core.dispatch import kernels_of, load_backend, usual_card
-from inkling_pallas.core.errors import FLOAT_DTYPES, refuse, require_array, static_bool
+from inkling_pallas.core.dispatch import kernels_of, load_backend, require_threads, usual_card
+from inkling_pallas.core.errors import FLOAT_DTYPES, int32_array, refuse, require_array, static_bool
 from inkling_pallas.core.problem import Lengths
 from inkling_pallas.core.safe_lengths import shifts_of_rows
 from inkling_pallas.core.sheared_layout import ShearedLogits, shear_rows
@@ -191,6 +191,7 @@ def _float_of(array: Any) -> str:
 
 def _shifts(lengths: Lengths, num_tokens: int, rel_extent: int) -> jax.Array:
     """Returns the shift of each row after checking the forms of the lengths."""
+    lengths = Lengths(*map(int32_array, Lengths._fields, lengths))
     batch = lengths.cache_seqlens.shape[0]
     for name, array in zip(Lengths._fields, lengths, strict=True):
         size = batch + 1 if name == "cu_seqlens_q" else batch
@@ -208,6 +209,8 @@ def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *,
         raise refuse("interpret", "be False without a kernel", interpret, "Name it: backend='hopper'.")
     if backend == "portable" or (backend == "auto" and "hopper" not in kernels_of(default_device())):
         return None
+    if interpret:
+        require_threads()
     kernel = load_backend("shear")
     card = usual_card("hopper")
     lacks = backend == "auto" and kernel.unsupported(source, rel_extent, projects=projects, card=card) is not None

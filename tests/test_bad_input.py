@@ -1,7 +1,10 @@
 """Wrong input: the full text of each message, at trace time for shapes and statics, on the host for contents."""
 
+import os
 import re
+from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,8 +111,12 @@ _REFUSED = {
         "rel_logits must be an array; got None. It is [num_tokens, num_heads, rel_extent]; see relative_logits().",
     ),
     "block_table dtype": (
-        {"block_table": _array("block_table", dtype=jnp.int16)},
+        {"block_table": jnp.zeros((2, 3), jnp.int16)},
         "block_table must have dtype int32; got int16. It holds a page id per block of keys.",
+    ),
+    "block_table of floats": (
+        {"block_table": np.zeros((2, 3), np.float64)},
+        "block_table must have dtype int32; got float32. It holds a page id per block of keys.",
     ),
     "block_table rank": (
         {"block_table": _array("block_table", (6,))},
@@ -212,7 +219,54 @@ def _entry(name, index, value):
     return {name: array}
 
 
+_FAR = np.array([[1, 2, 3], [4, 2**32 + 3, 5]])  # int64, as NumPy makes it
+_LONG: Any = np.array([20, 2**32 + 20])
+INT64 = {
+    "the operator": (lambda: ip.inkling_rel_attention(**_with(block_table=_FAR)), "block_table[1, 1]", 2**32 + 3),
+    "a plan": (lambda: ip.plan_batch(**_with(cache_seqlens=_LONG)), "cache_seqlens[1]", 2**32 + 20),
+    "check_batch": (lambda: ip.check_batch(**_with(cu_seqlens_q=np.array([0, 3, 2**40]))), "cu_seqlens_q[2]", 2**40),
+    "write_kv": (
+        lambda: ip.write_kv(ip.PagedKVCache.zeros(num_blocks=2, block_size=8, num_kv_heads=1, head_dim=8), *_NEW),
+        "slots[1]",
+        -(2**31) - 1,
+    ),
+    "shear": (
+        lambda: ip.shear(jnp.ones((5, 2, 8)), cu_seqlens_q=jnp.array([0, 3, 5], jnp.int32), cache_seqlens=_LONG),
+        "cache_seqlens[1]",
+        2**32 + 20,
+    ),
+}
+_NEW: Any = (jnp.ones((2, 1, 8), jnp.bfloat16),) * 2 + (np.array([3, -(2**31) - 1]),)
+
+
+@pytest.mark.parametrize("what", INT64)
+def test_integers_that_are_no_int32_are_named_and_do_not_wrap_around(what):
+    call, where, value = INT64[what]
+    name = where.split("[")[0]
+    with pytest.raises(ValueError, match="must be an int32") as error:
+        call()
+    assert str(error.value) == f"{where} must be an int32; got {value}. 1 entries of {name} break this rule."
+
+
+def test_int64_of_numpy_is_taken_everywhere():
+    wide = {name: _CALL[name].astype(np.int64) for name in ("block_table", "cache_seqlens", "cu_seqlens_q")}
+    chex.assert_trees_all_equal(ip.inkling_rel_attention(**_with(**wide)), ip.inkling_rel_attention(**_CALL))
+    cache = ip.PagedKVCache.zeros(num_blocks=2, block_size=8, num_kv_heads=1, head_dim=8)
+    slots: Any = np.array([3, -1])
+    written = [ip.write_kv(cache, _NEW[0], _NEW[1], s).arrays for s in (slots, jnp.asarray(slots, jnp.int32))]
+    chex.assert_trees_all_equal(*written)
+    bias = jnp.ones((5, 2, 8))
+    lengths: Any = {"cu_seqlens_q": np.array([0, 3, 5]), "cache_seqlens": np.array([20, 9])}
+    sheared = ip.shear(bias, **lengths)
+    chex.assert_trees_all_equal(sheared, ip.shear(bias, **jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), lengths)))
+
+
 _WRONG_CONTENTS = {
+    "lengths of the keys before this step": (
+        _entry("cache_seqlens", 0, 2),
+        "cache_seqlens[0] must be at least the rows of its sequence, whose keys it counts; got 2. "
+        "1 entries of cache_seqlens break this rule.",
+    ),
     "page id": (
         _entry("block_table", (1, 2), 99),
         "block_table[1, 2] must lie in [0, 9), being the id of a page that this call reads; got 99. "
@@ -277,6 +331,8 @@ def test_check_batch_does_not_mind_what_is_never_read():
         total_seqlens=np.array([20, 40], np.int32),
     )
     ip.check_batch(**no_part)
+    part = _with(cache_seqlens=np.array([2, 40], np.int32), kv_offset=np.zeros(2, np.int32))
+    ip.check_batch(**part)  # of a context axis; it need not hold the keys of all rows
 
 
 def test_check_batch_is_for_the_host():
@@ -292,3 +348,40 @@ def test_a_kernel_named_on_a_device_it_is_not_for_is_refused():
         NotImplementedError, match=r"^backend 'hopper' must run on its own GPUs; got cpu\. Use backend='auto', or"
     ):
         ip.inkling_rel_attention(**decode, backend="hopper")
+
+
+INTERPRETED = {
+    "the operator": lambda: ip.inkling_rel_attention(**_CALL, backend="hopper", interpret=True),
+    "under jit": lambda: jax.jit(lambda q: ip.inkling_rel_attention(**_with(q=q), backend="hopper", interpret=True))(
+        _CALL["q"]
+    ),
+    "a plan": lambda: ip.plan_batch(**_CALL, backend="hopper", interpret=True),
+    "write_kv": lambda: ip.write_kv(
+        ip.PagedKVCache.zeros(num_blocks=2, block_size=16, num_kv_heads=1, head_dim=64),
+        jnp.ones((2, 1, 64), jnp.bfloat16),
+        jnp.ones((2, 1, 64), jnp.bfloat16),
+        jnp.zeros(2, jnp.int32),
+        backend="hopper",
+        interpret=True,
+    ),
+    "shear": lambda: ip.shear(
+        jnp.ones((5, 2, 8), jnp.bfloat16),
+        cu_seqlens_q=jnp.array([0, 3, 5], jnp.int32),
+        cache_seqlens=jnp.array([20, 9], jnp.int32),
+        backend="hopper",
+        interpret=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INTERPRETED)
+@pytest.mark.parametrize("given", [None, "2", "all"])
+def test_the_interpreter_does_not_hang_on_few_cores(what, given, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.delenv("NPROC") if given is None else monkeypatch.setenv("NPROC", given)
+    with pytest.raises(ValueError, match="interpret") as error:
+        INTERPRETED[what]()
+    assert str(error.value) == (
+        "interpret must be False with fewer than 16 threads; got True on 2. "
+        "Set NPROC=16 in the environment of a new process, before jax starts."
+    )

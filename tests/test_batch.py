@@ -32,7 +32,7 @@ def drawn_batches(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of make_batch: few sequences that fit LADDERS, on pages in any order."""
     block_size = draw(st.sampled_from([1, 3, 4]))
     lengths = draw(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 25)), max_size=5))
-    q_lens, kv_lens = [q for q, _ in lengths], [kv for _, kv in lengths]
+    q_lens, kv_lens = [q for q, _ in lengths], [q + before for q, before in lengths]
     pages = iter(draw(st.permutations(range(1, 200))))
     tables = [[next(pages) for _ in range(-(-kv // block_size))] for kv in kv_lens]
     buckets = draw(st.sampled_from([LADDERS, None]))
@@ -54,9 +54,9 @@ def check_metadata(batch: ip.Batch, drawn: dict[str, Any]) -> None:
         assert batch.cache_seqlens[b] == kv_len
         assert batch.block_table[b].tolist() == tables[b] + [0] * (batch.variant.max_blocks - len(tables[b]))
         for position in range(kv_len - q_len, kv_len):
-            page, offset = divmod(max(position, 0), size)
-            assert batch.slots[row] == (tables[b][page] * size + offset if position >= 0 else -1)
-            assert batch.positions[row] == max(position, 0)
+            page, offset = divmod(position, size)
+            assert batch.slots[row] == tables[b][page] * size + offset
+            assert batch.positions[row] == position
             row += 1
     assert (batch.cu_seqlens_q[len(q_lens) :] == row).all()
     assert not batch.cache_seqlens[len(q_lens) :].any()
@@ -162,6 +162,16 @@ ERRORS = [
         lambda: ip.make_batch([1, -2], [3, 3], block_size=4),
         "q_lens[1] must be a static int >= 0; got -2. Pass a Python int; under jax.jit name the argument in "
         "static_argnames.",
+    ),
+    (
+        lambda: ip.make_batch([1, 5], [1, 3], block_size=4),
+        "kv_lens[1] must be at least q_lens[1] = 5; got 3. It counts the keys after this step: those before it, and "
+        "the new rows.",
+    ),
+    (
+        lambda: ip.make_batch([1, 2], [5, 5], block_size=4, block_tables=[[9, 1], [2, 1]]),
+        "block_tables[1][1] must be another page than block_tables[0][1], for both write slot 4; got 1. Sequences may "
+        "share pages that they only read.",
     ),
     (
         lambda: ip.make_batch([1], [9], block_size=4, block_tables=[[1, 2]]),

@@ -92,6 +92,11 @@ def test_lowers_for_cuda_on_any_machine(name):
     assert kernels_in(lower(problem)) == _kernels(problem)
 
 
+def test_a_single_cta_leaves_nothing_to_merge():
+    config = hopper.Config(block_kv=64, num_stages=2, num_ctas=1)
+    assert kernels_in(lower(LOWERED["one kv head, one sequence"], config=config)) == 1
+
+
 @NEEDS_PTXAS
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_for_sm_90a_without_spills(name):

@@ -82,3 +82,13 @@ def test_merge_refuses():
         ip.merge_partials(jnp.asarray(outs), jnp.asarray(lses[:1]))
     with pytest.raises(ValueError, match=r"^lses must have shape"):
         ip.merge_partials(jnp.asarray(outs), jnp.asarray(lses[:, :3]))
+    with pytest.raises(ValueError, match=r"^outs must have shape \(parts, num_tokens, num_heads, head_dim\); got"):
+        ip.merge_partials(jnp.asarray(outs[0]), jnp.asarray(lses[0]))
+
+
+def test_merge_computes_in_float32_whatever_the_lses_are():
+    outs = jnp.stack([jnp.zeros((1, 1, 8)), jnp.ones((1, 1, 8))])
+    lses = jnp.array([[[5.0]], [[5.0625]]], jnp.bfloat16)
+    out, lse = ip.merge_partials(outs, lses)
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(out, 1 / (1 + np.exp(-0.0625)), rtol=1e-6)

@@ -123,8 +123,9 @@ def make_batch(
       buckets: what to pad to; None pads each size to a power of two.
 
     Raises:
-      ValueError: for a negative length, a list of another length, too few pages, a page id < 0 where a row is to be
-        written, or a batch that is over the last bucket.
+      ValueError: for a negative length, fewer keys than rows, a list of another length, too few pages, a page id < 0
+        where a row is to be written, two rows that would be written to one slot, or a batch that is over the last
+        bucket.
 
     Example:
       >>> import inkling_pallas as ip
@@ -142,6 +143,9 @@ def make_batch(
         raise refuse(
             "kv_lens", f"have one entry per entry of q_lens, {len(q_len)}", len(kv_len), "Both are per sequence."
         )
+    for b in np.flatnonzero(kv_len < q_len)[:1]:
+        advice = "It counts the keys after this step: those before it, and the new rows."
+        raise refuse(f"kv_lens[{b}]", f"be at least q_lens[{b}] = {q_len[b]}", kv_len[b], advice)
     pages = -(-kv_len // block_size)
     tables = _own_pages(pages) if block_tables is None else _given_pages(block_tables, pages)
     tokens = int(q_len.sum())
@@ -159,7 +163,7 @@ def make_batch(
         cache_seqlens=np.pad(kv_len, (0, variant.batch_size - len(q_len))).astype(np.int32),
         block_table=table,
         slots=np.pad(_slots(table, sequence, position, block_size), (0, padding), constant_values=-1),
-        positions=np.pad(np.maximum(position, 0), (0, padding)).astype(np.int32),
+        positions=np.pad(position, (0, padding)).astype(np.int32),
         max_seqlen_q=variant.max_seqlen_q,
     )
 
@@ -192,12 +196,18 @@ def _powers_of_two(needed: Variant) -> Variant:
 
 
 def _slots(table: np.ndarray, sequence: np.ndarray, position: np.ndarray, block_size: int) -> np.ndarray:
-    """Returns the slot of each live row; -1 for a row before the first key of its sequence."""
-    block = np.maximum(position, 0) // block_size
-    page = table[sequence, np.minimum(block, table.shape[1] - 1)].astype(np.int64)
-    slot = np.where(position < 0, -1, page * block_size + position % block_size)
-    for row in np.flatnonzero((position >= 0) & ((page < 0) | (slot > _LAST_SLOT)))[:1]:
+    """Returns the slot of each live row, each its own."""
+    block = position // block_size
+    page = table[sequence, block].astype(np.int64)
+    slot = page * block_size + position % block_size
+    for row in np.flatnonzero((page < 0) | (slot > _LAST_SLOT))[:1]:
         rule = f"be a page id in [0, {_LAST_SLOT // block_size}), for a row of this step is written there"
         where = f"block_tables[{sequence[row]}][{block[row]}]"
         raise refuse(where, rule, int(page[row]), "Only pages that no row writes or sees may be anything.")
+    first_with, place = np.unique(slot, return_index=True, return_inverse=True)[1:]
+    for row in np.flatnonzero(first_with[place] != np.arange(len(slot)))[:1]:
+        other = first_with[place][row]
+        where = f"block_tables[{sequence[row]}][{block[row]}]"
+        rule = f"be another page than block_tables[{sequence[other]}][{block[other]}], for both write slot {slot[row]}"
+        raise refuse(where, rule, int(page[row]), "Sequences may share pages that they only read.")
     return slot.astype(np.int32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from inkling_pallas.core.buckets import bucket_max_seqlen_q
 from inkling_pallas.core.devices import default_device
 from inkling_pallas.core.dispatch import Choice, choose, complete_config, kernels_of, usual_card
-from inkling_pallas.core.errors import refuse, static_bool
+from inkling_pallas.core.errors import int32_array, refuse, static_bool
 from inkling_pallas.core.paged_cache import unpack_cache
 from inkling_pallas.core.problem import Lengths, Operands, Problem, make_problem
 from inkling_pallas.core.sheared_layout import ShearedLogits
@@ -49,8 +49,9 @@ def check_call(arguments: Mapping[str, Any]) -> Call:
     """
     key_cache, value_cache, layout = unpack_cache(arguments["key_cache"], arguments["value_cache"])
     arguments = {**arguments, "key_cache": key_cache, "value_cache": value_cache}
+    arguments["block_table"] = int32_array("block_table", arguments["block_table"])
     operands = Operands(*(_as_array(arguments[name]) for name in Operands._fields))
-    lengths = Lengths(*(_as_array(arguments[name]) for name in Lengths._fields))
+    lengths = Lengths(*(int32_array(name, arguments[name]) for name in Lengths._fields))
     static = _Static(*(arguments[name] for name in _Static._fields))
     plan, interpret = arguments["plan"], static_bool("interpret", arguments["interpret"])
     if plan is not None and not isinstance(plan, BatchPlan):

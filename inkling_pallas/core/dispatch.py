@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import os
 import warnings
 from collections.abc import Mapping
 from types import ModuleType
@@ -17,6 +18,7 @@ from inkling_pallas.core.problem import Problem
 BACKENDS = ("portable", "hopper", "blackwell")
 # Fastest first, by the major compute capability of the default device; any other device takes portable.
 _KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {9: ("hopper",), 10: ("blackwell",), 11: ("blackwell",)}
+INTERPRETER_THREADS = 16  # one for each warp of a kernel's four warpgroups
 _USUAL_CARDS = {"hopper": H200, "blackwell": B200}  # of kernels that are named where no card of theirs is
 
 
@@ -133,11 +135,28 @@ def _wrong_config(module: ModuleType, config: Any, name: str, backend: str) -> s
     raise refuse("config", expected, type(config).__name__, "None lets the backend choose.")
 
 
+def require_threads() -> None:
+    """Raises ValueError where the interpreter would wait for ever: XLA has too few threads for the warps of a kernel.
+
+    Each warp takes a thread, and XLA has one for each core, of which it reads the number when jax starts.
+    """
+    given = os.environ.get("NPROC", "")
+    cores = int(given) if given.isdecimal() else os.cpu_count() or 1
+    if cores < INTERPRETER_THREADS:
+        advice = "Set NPROC=16 in the environment of a new process, before jax starts."
+        raise refuse("interpret", f"be False with fewer than {INTERPRETER_THREADS} threads", f"True on {cores}", advice)
+
+
 def require_device(backend: str, array: Any, interpret: bool) -> None:
     """Raises NotImplementedError where a kernel is to run now on a device that it is not for.
 
     Nothing is known of the device inside a traced call: that may be compiled for a card that is elsewhere.
+
+    Raises:
+      ValueError: where the interpreter has too few threads.
     """
+    if interpret and backend != "portable":
+        require_threads()
     if backend == "portable" or interpret or isinstance(array, jax.core.Tracer):
         return
     (device, *_) = array.devices()

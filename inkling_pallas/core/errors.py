@@ -23,7 +23,7 @@ def int32_array(argument: str, array: Any) -> Any:
     """
     if not isinstance(array, np.ndarray | np.generic):
         return array
-    values = np.asarray(array)
+    values: Any = np.asarray(array)
     if values.dtype.kind in "iu" and values.dtype != np.int32:
         least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
         wrong = np.argwhere((values < least) | (values > most))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.core
 import numpy as np
 
@@ -30,6 +31,10 @@ def check_batch_contents(problem: Problem, block_table: Any, lengths: Lengths, m
         (cached >= 0) & (cached <= capacity),
         f"lie in [0, {capacity}], the keys its table row can hold",
     )
+    if lengths.kv_offset is None and lengths.total_seqlens is None:
+        counted = cached >= q_len
+        rule = "be at least the rows of its sequence, whose keys it counts"
+        _check_entries("cache_seqlens", cached, counted, rule)
     offset, total = _check_parts(lengths, cached)
     begin, end = visible_keys(problem, q_len, cached, total - q_len - offset)
     block = np.arange(problem.max_blocks)
@@ -52,6 +57,18 @@ def check_shifts(rel_logits: ShearedLogits, lengths: Lengths) -> None:
         rule = f"be {wanted[row]}, from the position of that row"
         advice = "Shear with the cu_seqlens_q, cache_seqlens, kv_offset and total_seqlens of this call."
         raise refuse(f"rel_logits.shifts[{row}]", rule, int(shifts[row]), advice)
+
+
+def check_plan(given: Any, wanted: Any) -> None:
+    """Raises ValueError where a plan was made for other lengths than those of its call.
+
+    Args:
+      given: what the plan holds, concrete.
+      wanted: what a plan of the call holds. Of kernels both hold the lengths, beside words that may be undefined.
+    """
+    pairs = zip(*(jax.tree.leaves(getattr(work, "lengths", work)) for work in (given, wanted)), strict=True)
+    if not all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs):
+        raise refuse("plan", "be made for the lengths of this call", "a plan of others", "Make one plan_batch a step.")
 
 
 def visible_keys(

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.core.problem import Lengths
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.phases import epilogue, softmax
@@ -122,14 +123,14 @@ def merge_pieces(
         written, (table_smem, *exchange) = refs[len(inputs) : -len(scratch)], refs[-len(scratch) :]
         cut = _find_cut(lengths, table_smem, shape, tiling)
         block = lax.axis_index("block")
-        row = lax.div(block, across) * shape.rows
+        row = div(block, across) * shape.rows
         live = jnp.minimum(cut.unit.tokens * problem.group - row, shape.rows)
 
         @pl.when(cut.live & (live > 0))
         def _() -> None:
-            state = _read_pieces(part_out, part_lse, cut, row, lax.rem(block, across), shape, tiling)
+            state = _read_pieces(part_out, part_lse, cut, row, rem(block, across), shape, tiling)
             state = state if shape.strands == 1 else _join_strands(state, exchange, shape, tiling)
-            _write(written, state, cut, row, lax.rem(block, across), live, shape, tiling)
+            _write(written, state, cut, row, rem(block, across), live, shape, tiling)
 
     blocks = -(-tiling.rows // shape.rows) * across
     grid = {"grid": (blocks, shape.merges), "grid_names": ("block", "merge"), "num_threads": 1}
@@ -147,8 +148,8 @@ def _find_cut(lengths: Lengths, table_smem: Any, shape: Shape, tiling: Tiling) -
     line = stream_k.make_line(table, tiling)
     if shape.by_unit:
         per_sequence = tiling.problem.num_kv_heads * tiling.token_blocks
-        span = split_kv.sequence_at(table, lax.div(index, per_sequence), tiling)
-        unit = split_kv.unit_of(span, lax.rem(index, per_sequence), tiling)
+        span = split_kv.sequence_at(table, div(index, per_sequence), tiling)
+        unit = split_kv.unit_of(span, rem(index, per_sequence), tiling)
         first = stream_k.share_of(line, unit.base)
         mine = (unit.tokens > 0) & (unit.head < tiling.problem.num_kv_heads)
     else:
@@ -168,8 +169,8 @@ def _read_pieces(
     layout, elements = shape.layout, shape.elements
     across = tiling.problem.head_dim // shape.width
     index, element = (mosaic.iota(elements, axis, layout) for axis in (0, 1))
-    strand = lax.div(index, jnp.full_like(index, shape.rows))
-    my_row = jnp.minimum(row + lax.rem(index, jnp.full_like(index, shape.rows)), tiling.rows - 1)
+    strand = div(index, jnp.full_like(index, shape.rows))
+    my_row = jnp.minimum(row + rem(index, jnp.full_like(index, shape.rows)), tiling.rows - 1)
 
     def load(piece: jax.Array) -> tuple[jax.Array, jax.Array]:
         inside = piece < cut.pieces
@@ -190,7 +191,7 @@ def _read_pieces(
     zero = mosaic.full(elements, 0.0, jnp.float32, layout)
     start = softmax.Merged(zero, mosaic.full(elements, -jnp.inf, jnp.float32, layout), zero)
     per_round = shape.unroll * shape.strands
-    return lax.fori_loop(0, lax.div(cut.pieces + (per_round - 1), per_round), some, start)
+    return lax.fori_loop(0, div(cut.pieces + (per_round - 1), per_round), some, start)
 
 
 def _join_strands(state: softmax.Merged, exchange: list[Any], shape: Shape, tiling: Tiling) -> softmax.Merged:
@@ -199,7 +200,7 @@ def _join_strands(state: softmax.Merged, exchange: list[Any], shape: Shape, tili
         ref[...] = x
     plgpu.commit_smem()
     index, element = (mosaic.iota(shape.elements, axis, shape.layout) for axis in (0, 1))
-    row = lax.rem(index, jnp.full_like(index, shape.rows))
+    row = rem(index, jnp.full_like(index, shape.rows))
 
     def of_strand(i: int) -> softmax.Merged:
         rows = row + i * shape.rows

@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.core.cache_layouts import CacheDims, cache_dims
 from inkling_pallas.core.devices import H200, Card
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels import mosaic
 
 _WARPS = 4  # two runs of tokens, each of K and of V
@@ -149,7 +150,7 @@ def _copy_run(
     places = [slots[jnp.minimum(begin + i, last)] for i in range(writing.run)]
     plgpu.barrier_wait(ready)
     for i, slot in enumerate(places):
-        page, offset = lax.div(slot, writing.dims.block_size), lax.rem(slot, writing.dims.block_size)
+        page, offset = div(slot, writing.dims.block_size), rem(slot, writing.dims.block_size)
         # A slot is never trusted: nothing on the way checks an address.
         live = (slot >= 0) & (page < writing.dims.num_blocks) & (begin + i <= last)
 

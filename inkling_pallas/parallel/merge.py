@@ -29,7 +29,7 @@ def merge_partials(
       it adds at most 1e-5 of relative error.
 
     Raises:
-      ValueError: if there are no parts or their shapes do not fit.
+      ValueError: if there are no parts, or one without an axis of parts, or their shapes do not fit.
 
     Example:
       >>> parts, lses = jnp.stack([jnp.zeros((1, 1, 2)), jnp.ones((1, 1, 2))]), jnp.array([[[0.0]], [[0.0]]])
@@ -45,11 +45,14 @@ def merge_partials(
             "Pass one of each per part.",
         )
     parts, logs = (x if isinstance(x, jax.Array) else jnp.stack(list(x)) for x in (outs, lses))
+    if parts.ndim != 4:
+        advice = "Pass parts in a list, or stacked on a new axis 0."
+        raise refuse("outs", "have shape (parts, num_tokens, num_heads, head_dim)", parts.shape, advice)
     if parts.shape[:-1] != logs.shape:
         raise refuse("lses", f"have shape {parts.shape[1:-1]} each", logs.shape[1:], "They come from return_lse=True.")
     out, lse = _merge(
         parts.astype(jnp.float32),
-        logs,
+        logs.astype(jnp.float32),
         largest=lambda x: x.max(axis=0, keepdims=True),
         total=lambda pair: jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), pair),
     )

@@ -13,7 +13,7 @@ from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.core.cache_layouts import LAYOUTS
 from inkling_pallas.core.console import progress, table
 from inkling_pallas.core.devices import device_capability
-from inkling_pallas.core.dispatch import BACKENDS, machine_backends
+from inkling_pallas.core.dispatch import BACKENDS, INTERPRETER_THREADS, machine_backends
 from inkling_pallas.core.run_info import card_name, describe_run, write_json
 from inkling_pallas.testing.cache_cases import in_layout
 from inkling_pallas.testing.catalog import full_cases, kinds, small_cases
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the check; returns 0 when nothing is red, 1 when something is, 2 for a bad option."""
     options = parser().parse_args(argv)
     if options.backend:  # If it is to be interpreted, each warp takes a thread: XLA reads this as the number of cores.
-        os.environ["NPROC"] = str(max(16, os.cpu_count() or 1))
+        os.environ["NPROC"] = str(max(INTERPRETER_THREADS, os.cpu_count() or 1))
     on_card = device_capability() is not None
     cases = full_cases(on_card=on_card) if options.full else small_cases()
     cases = in_layout(cases, options.layout)

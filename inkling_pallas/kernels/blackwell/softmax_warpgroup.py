@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.blackwell import work_loop
 from inkling_pallas.kernels.blackwell.scratch import Barriers, Smem, Tmem
@@ -94,12 +95,12 @@ def _weigh_keys(smem: Smem, tmem: Tmem, bars: Barriers, work: _Work, tiling: Ten
 
     def walk(begin: jax.Array, end: jax.Array, state: _State, **sides: bool) -> _State:
         if tiling.splits:  # Up to the first KV tile of this warpgroup.
-            begin = begin + lax.rem(work.count(begin) + work.warpgroup, WARPGROUPS)
+            begin = begin + rem(work.count(begin) + work.warpgroup, WARPGROUPS)
 
         def step(i: jax.Array, state: _State) -> _State:
             return _weigh_tile(smem, tmem, bars, state, work, begin + i * tiling.stride, tiling, **sides)
 
-        return lax.fori_loop(0, lax.div(end - begin + (tiling.stride - 1), tiling.stride), step, state)
+        return lax.fori_loop(0, div(end - begin + (tiling.stride - 1), tiling.stride), step, state)
 
     if tiling.problem.window_left is None:
         state = walk(bands.first, bands.biased, state)

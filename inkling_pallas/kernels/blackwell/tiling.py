@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jax import lax
-
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels.mosaic.tmem_rows import LANES
 from inkling_pallas.kernels.schedule.tiling import WARPGROUPS, RowTiling, Tiling
 
@@ -46,8 +45,8 @@ class TensorTiling(RowTiling):
 
     def warpgroups_of(self, count: Any) -> list[Any]:
         """Returns those that take the KV tile before which the CTA had `count`."""
-        return [lax.rem(count, WARPGROUPS)] if self.splits else list(range(WARPGROUPS))
+        return [rem(count, WARPGROUPS)] if self.splits else list(range(WARPGROUPS))
 
     def band_slot(self, count: Any) -> Any:
         """Returns where the bias block of that KV tile is."""
-        return lax.rem(lax.div(count, self.stride), self.band_slots)
+        return rem(div(count, self.stride), self.band_slots)

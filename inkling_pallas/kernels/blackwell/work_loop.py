@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import rem
 from inkling_pallas.kernels.blackwell.tiling import TensorTiling
 from inkling_pallas.kernels.schedule import split_kv, tile_list
 from inkling_pallas.kernels.schedule.seq_table import Table, reader
@@ -61,9 +61,9 @@ def rows_of(tile: Tile, warpgroup: Any, tiling: TensorTiling) -> Piece:
 
 def takes_part(tile: Tile, done: jax.Array, warpgroup: Any, tiling: TensorTiling) -> Any:
     """Returns whether a warpgroup has KV tiles of a tile: by turns, one of them has none of a single one."""
-    return not tiling.splits or (tile.end > tile.piece.first_tile + 1) | (lax.rem(done, WARPGROUPS) == warpgroup)
+    return not tiling.splits or (tile.end > tile.piece.first_tile + 1) | (rem(done, WARPGROUPS) == warpgroup)
 
 
 def stage_of(count: Any, tiling: TensorTiling) -> jax.Array:
     """Returns where in the ring K and V of a KV tile are, by how many the CTA had before."""
-    return lax.rem(count, tiling.num_stages)
+    return rem(count, tiling.num_stages)

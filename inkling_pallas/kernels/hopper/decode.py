@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import rem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper import decode_cluster
 from inkling_pallas.kernels.hopper.decode_scratch import Barriers, Results, Smem
@@ -67,7 +68,7 @@ def _copy_pieces(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling:
     stages, group = tiling.num_stages, tiling.problem.group
 
     def wait_until_free(free: Any, place: jax.Array) -> None:
-        pl.when(place >= stages)(lambda: plgpu.barrier_wait(free.at[lax.rem(place, stages)]))
+        pl.when(place >= stages)(lambda: plgpu.barrier_wait(free.at[rem(place, stages)]))
 
     def copy_piece(index: jax.Array, done: jax.Array, piece: Piece) -> None:
         pl.when(index > 0)(lambda: plgpu.barrier_wait(bars.q_free))
@@ -77,7 +78,7 @@ def _copy_pieces(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling:
         pl.loop(piece.begin, piece.end)(lambda t: copy_tile(done + t - piece.begin, piece, piece.first_tile + t))
 
     def copy_tile(place: jax.Array, piece: Piece, tile: jax.Array) -> None:
-        slot, head = lax.rem(place, stages), piece.head
+        slot, head = rem(place, stages), piece.head
         # Page ids are asked for before a slot is free, so that they are there when it is.
         chunks = pages.find_chunks(gmem.block_table, piece, tile, tiling)
         wait_until_free(bars.k_free, place)
@@ -155,7 +156,7 @@ def _attend_tiles(smem: Smem, bars: Barriers, piece: Piece, done: jax.Array, til
     first_biased = jnp.clip(_first_biased(piece, tiling) - piece.first_tile, piece.begin, piece.end)
 
     def step(t: jax.Array, state: softmax.State, *, biased: bool) -> softmax.State:
-        slot = lax.rem(done + t - piece.begin, tiling.num_stages)
+        slot = rem(done + t - piece.begin, tiling.num_stages)
         tile = piece.first_tile + t
         scores = _scores(smem, bars, slot, piece, tile, biased, tiling)
         state, weights = softmax.absorb(state, scores)

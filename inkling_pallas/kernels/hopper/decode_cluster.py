@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import rem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper.decode_scratch import Barriers, Results, Smem
 from inkling_pallas.kernels.phases import epilogue, softmax
@@ -26,7 +26,7 @@ def merge(
 ) -> None:
     """Merges a unit and writes it. Arrives on parts_ready and waits on it."""
     rows, lse_log2 = softmax.finish(state)
-    rank = lax.rem(cta, tiling.ranks)
+    rank = rem(cta, tiling.ranks)
     if tiling.interpret:
         live, first = jnp.int32(tiling.rows), cta * tiling.rows
         epilogue.store_columns(results.part_out, rows, lambda r: first + r, live, tiling)
@@ -66,7 +66,7 @@ def _parts_received(smem: Smem, tiling: Tiling) -> list[tuple[jax.Array, jax.Arr
 
 def _parts_interpreted(results: Results, cta: jax.Array, tiling: Tiling) -> list[tuple[jax.Array, jax.Array]]:
     """Returns the same from global memory."""
-    shape, rank = (tiling.rank_width, tiling.columns), lax.rem(cta, tiling.ranks)
+    shape, rank = (tiling.rank_width, tiling.columns), rem(cta, tiling.ranks)
     element, column = (mosaic.iota(shape, axis, _layout(tiling)) for axis in (0, 1))
     of_cluster = pl.ds((cta - rank) * tiling.rows, tiling.ranks * tiling.rows)
     values, lses = results.part_out[of_cluster], results.part_lse[of_cluster]

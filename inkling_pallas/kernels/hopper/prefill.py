@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import rem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper import prefill_mainloop, prefill_mainloop_pipelined, prefill_scratch
 from inkling_pallas.kernels.hopper.prefill_scratch import Barriers, Smem
@@ -97,7 +98,7 @@ def _stream_cache(
         @pl.loop(tile.piece.first_tile, tile.end)
         def _(t: jax.Array) -> None:
             count = counts.kv_tiles + t - tile.piece.first_tile
-            stage = lax.rem(count, stages)
+            stage = rem(count, stages)
             chunks = pages.find_chunks(gmem.block_table, tile.piece, t, tiling)
             _wait_until_free(free, count, stages, stage)
             copy(stage, tile.piece.head, chunks)
@@ -107,7 +108,7 @@ def _stream_cache(
     # cluster have last arrived here.
     if tiling.interpret or tiling.cluster_axis is not None:
         for i in range(stages):
-            _wait_until_free(free, total + i, stages, lax.rem(total + i, stages))
+            _wait_until_free(free, total + i, stages, rem(total + i, stages))
 
 
 def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: RowTiling) -> None:
@@ -115,7 +116,7 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: R
     slots = tiling.band_slots
 
     def wait(count: jax.Array, warpgroup: int) -> jax.Array:
-        index = lax.rem(count, slots) * WARPGROUPS + warpgroup
+        index = rem(count, slots) * WARPGROUPS + warpgroup
         _wait_until_free(bars.band_free, count, slots, index)
         return index
 
@@ -124,7 +125,7 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: R
         if tiling.shares_ring:
             for w, piece in enumerate(pieces):
                 index = wait(counts.slots, w)
-                block = prefill_scratch.query_slot(smem, lax.rem(counts.slots, slots), w)
+                block = prefill_scratch.query_slot(smem, rem(counts.slots, slots), w)
                 _fetch_queries(gmem, block, bars.band_ready.at[index], piece, tiling)
 
         @pl.loop(tile.first_biased, tile.end)
@@ -132,7 +133,7 @@ def _stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: R
             count = counts.slots + tiling.query_items + t - tile.first_biased
             for w, piece in enumerate(pieces):
                 index = wait(count, w)
-                block = smem.band.at[lax.rem(count, slots), w]
+                block = smem.band.at[rem(count, slots), w]
                 bias.fetch_block(gmem.rel_logits, block, bars.band_ready.at[index], piece, t, tiling)
 
     total = tile_list.for_each_tile(gmem.plan, place.cluster, tiling, copy_tile).slots

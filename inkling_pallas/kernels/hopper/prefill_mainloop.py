@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import rem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper import prefill_scratch
 from inkling_pallas.kernels.hopper.prefill_scratch import Barriers, Smem
@@ -32,18 +33,18 @@ class Work(NamedTuple):
 
     def stage(self, t: jax.Array, tiling: RowTiling) -> jax.Array:
         """Returns where KV tile t is."""
-        return lax.rem(self.counts.kv_tiles + t - self.tile.piece.first_tile, tiling.num_stages)
+        return rem(self.counts.kv_tiles + t - self.tile.piece.first_tile, tiling.num_stages)
 
     def band_slot(self, t: jax.Array, tiling: RowTiling) -> jax.Array:
         """Returns where the bias block of KV tile t is; query rows in the ring stand one before the first."""
-        return lax.rem(self.counts.slots + tiling.query_items + t - self.tile.first_biased, tiling.band_slots)
+        return rem(self.counts.slots + tiling.query_items + t - self.tile.first_biased, tiling.band_slots)
 
     def turn(self, warpgroup: jax.Array) -> jax.Array:
         """Returns the named barrier that a warpgroup waits at for its turn.
 
         Warpgroup 0 may be a tile ahead of the last turn of warpgroup 1, so tiles alternate between two pairs.
         """
-        return _FIRST_TURN + 2 * lax.rem(self.counts.tiles, 2) + warpgroup
+        return _FIRST_TURN + 2 * rem(self.counts.tiles, 2) + warpgroup
 
 
 def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> softmax.RowState:
@@ -103,7 +104,7 @@ def read_queries(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> j
 
     Waits on band_ready and arrives on band_free where q shares the ring, else on q_ready and q_free.
     """
-    slot = lax.rem(work.counts.slots, tiling.band_slots)
+    slot = rem(work.counts.slots, tiling.band_slots)
     ready, free, index = bars.q_ready, bars.q_free, work.warpgroup
     if tiling.shares_ring:
         ready, free, index = bars.band_ready, bars.band_free, slot * WARPGROUPS + work.warpgroup

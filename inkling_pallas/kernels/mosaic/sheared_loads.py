@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.core.integers import div
 from inkling_pallas.kernels.mosaic import PLAIN, SCALAR, WGMMA, call_inline, result_type
 from inkling_pallas.kernels.mosaic.ptx import sheared_loads as ptx_loads
 
@@ -59,6 +60,6 @@ def gather_rows(ref: Any, phase: jax.Array, count: int, width: int) -> jax.Array
     """Returns what `load_rows` returns, for `count` rows: the interpreter's twin."""
     tokens, group, pitch = ref.shape
     row = jnp.minimum(lax.iota(jnp.int32, count), tokens * group - 1)
-    start = 8 * (lax.div(phase + (tokens - 1), 8) - lax.div(phase + lax.div(row, group), 8))
+    start = 8 * (div(phase + (tokens - 1), 8) - div(phase + div(row, group), 8))
     column = start[:, None] + lax.broadcasted_iota(jnp.int32, (count, width), 1)
     return ref[...].reshape(-1, pitch)[row[:, None], column]

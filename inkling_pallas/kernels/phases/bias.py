@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import shift_left, shift_right
 from inkling_pallas.core.sheared_layout import ShearedLogits, sheared_width, shift_of
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.mosaic import sheared_loads, tmem_rows, wgmma_rows
@@ -38,9 +38,9 @@ def _start(piece: Piece, tile: jax.Array, tiling: Tiling) -> jax.Array:
     """Returns the distance at which the block of a tile starts; of a sheared table the column."""
     if tiling.problem.sheared:
         last = piece.first_pos + (tiling.token_block - 1) - (tiling.problem.rel_extent - 1)
-        return tile * tiling.block_kv - lax.shift_left(lax.shift_right_arithmetic(last, 3), 3)
+        return tile * tiling.block_kv - shift_left(shift_right(last, 3), 3)
     lowest = piece.first_pos - tile * tiling.block_kv - (tiling.block_kv - 1)
-    return lax.shift_left(lax.shift_right_arithmetic(lowest, 3), 3)
+    return shift_left(shift_right(lowest, 3), 3)
 
 
 def fetch_block(rel_logits: Any, block_smem: Any, ready: Any, piece: Piece, tile: jax.Array, tiling: Tiling) -> None:

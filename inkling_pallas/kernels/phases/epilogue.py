@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from inkling_pallas.core.integers import div
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.mosaic import tmem_rows, wgmma_rows
 from inkling_pallas.kernels.schedule.seq_table import Table
@@ -112,7 +113,7 @@ def _clear_rows(out: Any, lse: Any, begin: jax.Array, end: jax.Array, part: Any,
     shape = (tiling.problem.head_dim, tiling.columns)
     begin, end = begin * tiling.problem.num_heads, end * tiling.problem.num_heads
 
-    @pl.loop(part, lax.div(end - begin + (tiling.columns - 1), tiling.columns), step=parts)
+    @pl.loop(part, div(end - begin + (tiling.columns - 1), tiling.columns), step=parts)
     def _(block: jax.Array) -> None:
         first = begin + block * tiling.columns
         zeros = mosaic.full(shape, 0.0, jnp.float32, mosaic.WGMMA)

@@ -4,9 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.schedule import split_kv
 from inkling_pallas.kernels.schedule.split_kv import Piece
@@ -47,11 +47,11 @@ def find_chunks(block_table: Any, piece: Piece, tile: jax.Array, tiling: Tiling)
     chunks_per_tile = tiling.block_kv // tiling.chunk
     chunks_per_page = tiling.problem.block_size // tiling.chunk
     begin, end = split_kv.live_keys(piece.kv_len, piece.tokens, piece.first_pos, window_left=tiling.problem.window_left)
-    last = lax.div(jnp.maximum(end, 1) - 1, tiling.chunk)
-    first = jnp.minimum(lax.div(begin, tiling.chunk), last)
+    last = div(jnp.maximum(end, 1) - 1, tiling.chunk)
+    first = jnp.minimum(div(begin, tiling.chunk), last)
     chunks = [jnp.clip(tile * chunks_per_tile + i, first, last) for i in range(chunks_per_tile)]
-    pages = [block_table[piece.sequence, lax.div(chunk, chunks_per_page)] for chunk in chunks]
-    return [(page, lax.rem(chunk, chunks_per_page)) for page, chunk in zip(pages, chunks, strict=True)]
+    pages = [block_table[piece.sequence, div(chunk, chunks_per_page)] for chunk in chunks]
+    return [(page, rem(chunk, chunks_per_page)) for page, chunk in zip(pages, chunks, strict=True)]
 
 
 def fetch_tile(

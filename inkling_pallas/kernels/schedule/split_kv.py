@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.core.problem import Lengths, Sequences
 from inkling_pallas.kernels.schedule import seq_table, stream_k
 from inkling_pallas.kernels.schedule.seq_table import Table, keep_taken
@@ -70,8 +71,8 @@ def tile_range(
     A unit without any such key has one tile all the same, whose mask is empty, so that its rows are written.
     """
     begin, end = live_keys(kv_len, tokens, first_pos, window_left=window_left)
-    last = lax.div(jnp.maximum(end, 1) - 1, block_kv)
-    first = jnp.minimum(lax.div(begin, block_kv), last)
+    last = div(jnp.maximum(end, 1) - 1, block_kv)
+    first = jnp.minimum(div(begin, block_kv), last)
     return first, last - first + 1
 
 
@@ -87,7 +88,7 @@ def live_keys(
 
 def first_biased_tile(first_pos: jax.Array, *, block_kv: int, rel_extent: int) -> jax.Array:
     """Returns the tile from which on some pair has dist < rel_extent; all tiles before it are far."""
-    return lax.div(jnp.maximum(first_pos - rel_extent + 1, 0), block_kv)
+    return div(jnp.maximum(first_pos - rel_extent + 1, 0), block_kv)
 
 
 def line_length(sequence: Sequences, tiling: Tiling) -> tuple[Sequences, jax.Array]:
@@ -95,7 +96,7 @@ def line_length(sequence: Sequences, tiling: Tiling) -> tuple[Sequences, jax.Arr
     kept = sequence._replace(q_len=keep_taken(sequence, tiling))
     window_left = tiling.problem.window_left
     _, tiles = tile_range(kept.kv_len, kept.q_len, kept.first_pos, block_kv=tiling.block_kv, window_left=window_left)
-    blocks = lax.div(kept.q_len + (tiling.token_block - 1), tiling.token_block)
+    blocks = div(kept.q_len + (tiling.token_block - 1), tiling.token_block)
     return kept, blocks * _unit_length(tiles, tiling)
 
 
@@ -116,7 +117,7 @@ def table_on_host(sequences: Sequences, tiling: Tiling) -> Table:
 
 def find_sequence(table: Table, position: jax.Array, tiling: Tiling) -> jax.Array:
     """Returns the sequence that holds a position of the line, the last one for a position past the end."""
-    return table.find(lax.div(position, tiling.problem.num_kv_heads), tiling.problem.batch_size)
+    return table.find(div(position, tiling.problem.num_kv_heads), tiling.problem.batch_size)
 
 
 def sequence_at(table: Table, sequence: jax.Array, tiling: Tiling) -> Span:
@@ -132,7 +133,7 @@ def sequence_at(table: Table, sequence: jax.Array, tiling: Tiling) -> Span:
         first_pos=first_pos,
         first_tile=first_tile,
         tiles=tiles,
-        blocks=lax.div(q_len + (block - 1), block),
+        blocks=div(q_len + (block - 1), block),
         base=table.work_before(sequence) * problem.num_kv_heads,
         unit_length=_unit_length(tiles, tiling),
     )
@@ -146,7 +147,7 @@ def unit_of(span: Span, unit: jax.Array, tiling: Tiling) -> Piece:
     head, skipped = unit, jnp.zeros_like(unit)
     if tiling.token_blocks > 1:
         blocks = jnp.maximum(span.blocks, 1)
-        head, skipped = lax.div(unit, blocks), lax.rem(unit, blocks) * tiling.token_block
+        head, skipped = div(unit, blocks), rem(unit, blocks) * tiling.token_block
     return Piece(
         sequence=span.sequence,
         head=head,
@@ -165,7 +166,7 @@ def unit_of(span: Span, unit: jax.Array, tiling: Tiling) -> Piece:
 def unit_at(table: Table, position: jax.Array, tiling: Tiling) -> tuple[Span, Piece]:
     """Returns the sequence and the whole unit that hold a position of the line."""
     span = sequence_at(table, find_sequence(table, position, tiling), tiling)
-    return span, unit_of(span, lax.div(position - span.base, span.unit_length), tiling)
+    return span, unit_of(span, div(position - span.base, span.unit_length), tiling)
 
 
 def for_each_piece(
@@ -188,8 +189,8 @@ def for_each_piece(
     def visit_units(sequence: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         span = sequence_at(table, sequence, tiling)
         end = jnp.minimum(reached - span.base, span.blocks * tiling.problem.num_kv_heads * span.unit_length)
-        first = lax.div(jnp.maximum(start - span.base, 0), span.unit_length)
-        last = lax.div(end + (span.unit_length - 1), span.unit_length)
+        first = div(jnp.maximum(start - span.base, 0), span.unit_length)
+        last = div(end + (span.unit_length - 1), span.unit_length)
         return lax.fori_loop(first, last, lambda unit, carry: visit(unit, carry, span), carry)
 
     first = find_sequence(table, start, tiling)
@@ -208,15 +209,15 @@ def _for_each_unit(
 
     What runs at the same time are then neighbours, heads of the same keys, which lie side by side in memory.
     """
-    clusters, cluster = tiling.num_ctas // tiling.ranks, lax.div(cta, tiling.ranks)
+    clusters, cluster = tiling.num_ctas // tiling.ranks, div(cta, tiling.ranks)
 
     def visit(index: jax.Array, done: jax.Array) -> jax.Array:
         _, unit = unit_at(table, cluster + index * clusters, tiling)
-        piece = part_of(unit, lax.rem(cta, tiling.ranks), tiling)
+        piece = part_of(unit, rem(cta, tiling.ranks), tiling)
         body(index, done, piece)
         return done + piece.end - piece.begin
 
-    mine = lax.div(jnp.maximum(units - cluster + (clusters - 1), 0), clusters)
+    mine = div(jnp.maximum(units - cluster + (clusters - 1), 0), clusters)
     return Walked(mine, lax.fori_loop(0, mine, visit, jnp.int32(0)))
 
 
@@ -224,7 +225,7 @@ def part_of(unit: Piece, rank: jax.Array, tiling: Tiling) -> Piece:
     """Returns what a CTA of a cluster has of a unit: an equal share of its tiles, or none."""
     if tiling.ranks == 1:
         return unit
-    begin, end = (lax.div(unit.tiles * r, tiling.ranks) for r in (rank, rank + 1))
+    begin, end = (div(unit.tiles * r, tiling.ranks) for r in (rank, rank + 1))
     return unit._replace(begin=begin, end=end)
 
 

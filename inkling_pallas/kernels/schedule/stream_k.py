@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels.schedule.seq_table import Table
 from inkling_pallas.kernels.schedule.tiling import Tiling
 
@@ -27,8 +27,8 @@ def make_line(table: Table, tiling: Tiling) -> Line:
         return share_line(length, tiling.num_ctas)
     cuts = problem.num_splits - 1
     longest = table.at(6, problem.batch_size - 1)
-    share = jnp.maximum(lax.div(longest + (cuts - 2), cuts), 1)
-    return share_line(length, jnp.clip(lax.div(length, share), 1, tiling.num_ctas))
+    share = jnp.maximum(div(longest + (cuts - 2), cuts), 1)
+    return share_line(length, jnp.clip(div(length, share), 1, tiling.num_ctas))
 
 
 def share_line(length: jax.Array, shares: Any) -> Line:
@@ -37,8 +37,8 @@ def share_line(length: jax.Array, shares: Any) -> Line:
     A static number of shares is worth it: a division by a traced one delays the first copy of the kernel.
     """
     few = length < shares
-    size = jnp.where(few, 1, lax.div(length, shares))
-    longer = jnp.where(few, 0, lax.rem(length, shares))
+    size = jnp.where(few, 1, div(length, shares))
+    longer = jnp.where(few, 0, rem(length, shares))
     return Line(length, jnp.minimum(length, shares), size, longer)
 
 
@@ -50,6 +50,6 @@ def share_start(line: Line, cta: Any) -> jax.Array:
 
 def share_of(line: Line, position: jax.Array) -> jax.Array:
     """Returns the CTA whose share holds a position of the line."""
-    in_longer = lax.div(position, line.size + 1)
-    in_shorter = line.longer + lax.div(position - line.longer * (line.size + 1), line.size)
+    in_longer = div(position, line.size + 1)
+    in_shorter = line.longer + div(position - line.longer * (line.size + 1), line.size)
     return jnp.where(in_longer < line.longer, in_longer, in_shorter)

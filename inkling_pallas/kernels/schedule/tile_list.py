@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels.schedule import split_kv
 from inkling_pallas.kernels.schedule.seq_table import Table
 from inkling_pallas.kernels.schedule.split_kv import Piece
@@ -82,12 +83,12 @@ def for_each_tile(
     total = table_of(work.table).at(4, tiling.problem.batch_size - 1) * heads
 
     def visit(turn: jax.Array, counts: Counts) -> Counts:
-        place = turn * clusters + jnp.where(lax.rem(turn, 2) == 0, cluster, clusters - 1 - cluster)
+        place = turn * clusters + jnp.where(rem(turn, 2) == 0, cluster, clusters - 1 - cluster)
         return lax.cond(place < total, lambda: attend(place, counts), lambda: counts)
 
     def attend(place: jax.Array, counts: Counts) -> Counts:
-        row = lax.div(place, heads)
-        tile = tile_of(Item(*(work.items[row, i] for i in range(len(Item._fields)))), lax.rem(place, heads), tiling)
+        row = div(place, heads)
+        tile = tile_of(Item(*(work.items[row, i] for i in range(len(Item._fields)))), rem(place, heads), tiling)
         body(tile, counts)
         return Counts(
             kv_tiles=counts.kv_tiles + tile.piece.tiles,
@@ -95,7 +96,7 @@ def for_each_tile(
             tiles=counts.tiles + 1,
         )
 
-    turns = lax.div(total + (clusters - 1), clusters)
+    turns = div(total + (clusters - 1), clusters)
     return lax.fori_loop(0, turns, visit, Counts(*[jnp.int32(0)] * 3))
 
 
@@ -138,7 +139,7 @@ def _first_biased(piece: Piece, end: jax.Array, tiling: RowTiling) -> jax.Array:
 
 def _first_masked(piece: Piece, tiling: RowTiling) -> jax.Array:
     """Returns the KV tile from which on the first row does not see every key."""
-    return lax.div(jnp.maximum(jnp.minimum(piece.kv_len, piece.first_pos + 1), 0), tiling.block_kv)
+    return div(jnp.maximum(jnp.minimum(piece.kv_len, piece.first_pos + 1), 0), tiling.block_kv)
 
 
 def rows_of(tile: Tile, rank: Any, warpgroup: Any, tiling: RowTiling) -> Piece:
@@ -158,7 +159,7 @@ def bands_of(tile: Tile, rows: Piece, tiling: RowTiling) -> Bands:
     edge_end = first
     if window_left is not None:
         hidden = jnp.maximum(rows.first_pos + tiling.token_block - 1 - window_left, 0)
-        edge_end = jnp.clip(lax.div(hidden + (tiling.block_kv - 1), tiling.block_kv), first, tile.end)
+        edge_end = jnp.clip(div(hidden + (tiling.block_kv - 1), tiling.block_kv), first, tile.end)
     biased = jnp.maximum(tile.first_biased, edge_end)
     return Bands(first, edge_end, biased, jnp.clip(_first_masked(rows, tiling), biased, tile.end), tile.end)
 

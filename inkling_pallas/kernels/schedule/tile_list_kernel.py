@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from inkling_pallas.core.integers import div
 from inkling_pallas.core.problem import Lengths, Sequences
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.schedule import seq_table, split_kv
@@ -55,7 +56,7 @@ def make_worklist(lengths: Lengths, tiling: RowTiling, interpret: Any) -> Workli
 def _count_items_of(tiling: RowTiling) -> seq_table.Work:
     def count_items(sequence: Sequences) -> tuple[Sequences, jax.Array]:
         rows = keep_taken(sequence, tiling)
-        return sequence, lax.div(rows + (tiling.tile_tokens - 1), tiling.tile_tokens)
+        return sequence, div(rows + (tiling.tile_tokens - 1), tiling.tile_tokens)
 
     return count_items
 
@@ -108,7 +109,7 @@ def _clean_keys(
     window_left = tiling.problem.window_left
     begin, end = split_kv.live_keys(kv_len, q_len, first_pos, window_left=window_left)
     first, stop = split_kv.live_keys(kv_len, tokens, first_pos + skipped, window_left=window_left)
-    alone = lax.div(first, tiling.chunk) >= lax.div(jnp.maximum(stop, 1) - 1, tiling.chunk)
+    alone = div(first, tiling.chunk) >= div(jnp.maximum(stop, 1) - 1, tiling.chunk)
     return jnp.where(alone, first, begin), jnp.where(alone, stop, end)
 
 
@@ -140,7 +141,7 @@ def _place_of(words: Table, facts: Sequences, item: Item, block: jax.Array, tili
 def _count_up_to(length: jax.Array, facts: Sequences, blocks: jax.Array, tiling: RowTiling) -> jax.Array:
     """Returns how many of the first `blocks` items of a sequence are at most so long."""
     keys, longest = length * tiling.block_kv, _longest(tiling)
-    fitting = lax.div(jnp.maximum(keys - facts.first_pos, 0), jnp.full_like(keys, tiling.tile_tokens))
+    fitting = div(jnp.maximum(keys - facts.first_pos, 0), jnp.full_like(keys, tiling.tile_tokens))
     all_fit = (facts.kv_len <= keys) | (facts.first_pos + facts.q_len <= keys)
     if longest is not None:
         all_fit = all_fit | (length >= longest)
@@ -156,7 +157,7 @@ def _copy_table(table_gmem: Any, table_smem: Any, tiling: RowTiling) -> None:
         column = group * _THREADS + mosaic.iota((_THREADS,), 0, _LAYOUT)
         for row in range(seq_table.ROWS):
             word = _gather(table_smem, row, jnp.minimum(column, batch - 1), tiling)
-            _scatter(table_gmem, jnp.where(column < batch, row, -1), column, word, tiling)
+            _scatter(table_gmem, jnp.where(column < batch, jnp.int32(row), -1), column, word, tiling)
 
 
 def _gather(ref: Any, row: int, columns: jax.Array, tiling: RowTiling) -> jax.Array:

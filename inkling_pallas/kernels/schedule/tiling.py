@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.core.integers import div
 from inkling_pallas.core.problem import Problem
 
 # What a merge costs, in keys that a CTA reads meanwhile. NVIDIA H200, jax 0.11.2, 2026-11-30, windows of 512 keys: 64
@@ -88,11 +89,11 @@ class Tiling:
     def whole_units(self) -> bool:
         """True if no unit may be cut, but among the CTAs of a cluster: the line then counts units and not tiles.
 
-        Nothing is left for a second kernel to merge, whose start costs. Under a window, whose units are short, that is
-        the choice where no CTA gets much more than an equal share of the keys of full windows.
+        Nothing is left for a second kernel to merge, whose start costs; a single CTA cuts none. Under a window, whose
+        units are short, that is the choice where no CTA gets much more than an equal share of the keys of full windows.
         """
         problem = self.problem
-        if self.ranks > 1:
+        if self.ranks > 1 or self.num_ctas == 1:
             return True
         if problem.num_splits is not None or problem.window_left is None:
             return problem.num_splits == 1
@@ -144,7 +145,7 @@ class Tiling:
         group = self.problem.group
         if group & (group - 1) == 0:
             return lax.shift_right_logical(row, jnp.full_like(row, group.bit_length() - 1))
-        return lax.div(row, jnp.full_like(row, group))
+        return div(row, jnp.full_like(row, group))
 
 
 WARPGROUPS = 2  # that compute, in the prefill kernel

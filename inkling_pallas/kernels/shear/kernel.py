@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.core.devices import H200, Card
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.core.sheared_layout import ALIGNMENT
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.mosaic.ptx.sheared_stores import ROWS
@@ -153,11 +154,11 @@ def _program(
 ) -> None:
     """The kernel of one CTA. Waits on source_ready."""
     worker = lax.axis_index("worker")
-    count = lax.div(tiles.num_tiles - worker + (tiles.workers - 1), tiles.workers)
+    count = div(tiles.num_tiles - worker + (tiles.workers - 1), tiles.workers)
     stages, results = tiles.buffers
 
     def fetch(index: jax.Array) -> None:
-        stage, tile = lax.rem(index, stages), worker + index * tiles.workers
+        stage, tile = rem(index, stages), worker + index * tiles.workers
         for source, place in _pairs(gmem.source, smem.source.at[stage], tile, tiles.source_width, tiles):
             plgpu.copy_gmem_to_smem(source, place, ready.at[stage])
 
@@ -171,7 +172,7 @@ def _program(
         following, tile = index + (stages - 1), worker + index * tiles.workers
         pl.when(following < count)(lambda: fetch(following))
         tokens = _tokens_of(gmem, tile * ROWS, tiles)
-        stage, buffer = lax.rem(index, stages), lax.rem(index, results)
+        stage, buffer = rem(index, stages), rem(index, results)
         plgpu.wait_smem_to_gmem(results - 1, wait_read_only=True)
         plgpu.barrier_wait(ready.at[stage])
         make(smem, smem.source.at[stage], smem.out.at[buffer], tokens)

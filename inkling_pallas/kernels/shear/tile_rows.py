@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.core.integers import div
 from inkling_pallas.core.sheared_layout import ALIGNMENT
 from inkling_pallas.kernels.mosaic import PLAIN, SCALAR, call_inline
 from inkling_pallas.kernels.mosaic.ptx import sheared_stores as ptx_stores
@@ -88,5 +89,5 @@ def _row_length(ref: Any) -> int:
 
 def _ordinals(tokens: Tokens, heads: int) -> tuple[jax.Array, jax.Array]:
     """Returns of which token of the tile each row is, and its shift."""
-    ordinal = lax.div(tokens.offset + lax.iota(jnp.int32, ROWS), heads)
+    ordinal = div(tokens.offset + lax.iota(jnp.int32, ROWS), heads)
     return ordinal, jnp.stack(tokens.shifts)[ordinal]

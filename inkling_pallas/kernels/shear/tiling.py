@@ -5,9 +5,9 @@ import math
 from typing import Any, Self
 
 import numpy as np
-from jax import lax
 
 from inkling_pallas.core.devices import H200, Card
+from inkling_pallas.core.integers import div, shift_right_logical
 from inkling_pallas.core.sheared_layout import ALIGNMENT, sheared_width
 from inkling_pallas.kernels.mosaic.ptx.sheared_stores import ROWS
 
@@ -129,5 +129,5 @@ class ShearTiles:
         """Returns which token a row belongs to."""
         heads = self.num_heads
         if heads & (heads - 1) == 0:
-            return lax.shift_right_logical(row, heads.bit_length() - 1)
-        return lax.div(row, heads)
+            return shift_right_logical(row, heads.bit_length() - 1)
+        return div(row, heads)

@@ -197,7 +197,7 @@ def _shifts(lengths: Lengths, num_tokens: int, rel_extent: int) -> jax.Array:
         size = batch + 1 if name == "cu_seqlens_q" else batch
         if array is not None:
             require_array(name, array, (size,), "int32", "As in inkling_rel_attention.")
-    return shifts_of_rows(num_tokens, Lengths(*jax.tree.map(jnp.asarray, lengths)), rel_extent)
+    return shifts_of_rows(num_tokens, lengths, rel_extent)
 
 
 def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *, projects: bool) -> Any:

@@ -204,9 +204,10 @@ def _slots(table: np.ndarray, sequence: np.ndarray, position: np.ndarray, block_
         rule = f"be a page id in [0, {_LAST_SLOT // block_size}), for a row of this step is written there"
         where = f"block_tables[{sequence[row]}][{block[row]}]"
         raise refuse(where, rule, int(page[row]), "Only pages that no row writes or sees may be anything.")
-    first_with, place = np.unique(slot, return_index=True, return_inverse=True)[1:]
-    for row in np.flatnonzero(first_with[place] != np.arange(len(slot)))[:1]:
-        other = first_with[place][row]
+    _, first_rows, place = np.unique(slot, return_index=True, return_inverse=True)
+    first_row = first_rows[place]  # that has the slot of each row
+    for row in np.flatnonzero(first_row != np.arange(len(slot)))[:1]:
+        other = first_row[row]
         where = f"block_tables[{sequence[row]}][{block[row]}]"
         rule = f"be another page than block_tables[{sequence[other]}][{block[other]}], for both write slot {slot[row]}"
         raise refuse(where, rule, int(page[row]), "Sequences may share pages that they only read.")

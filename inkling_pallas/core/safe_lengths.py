@@ -46,9 +46,10 @@ def safe_sequence(problem: Problem, rows: Rows, claimed: jax.Array, lengths: Len
 
 
 def _place(num_tokens: int, rows: Rows, claimed: jax.Array, lengths: Lengths) -> Sequences:
-    end = _end(num_tokens, rows)
-    start = jnp.where(end > 0, jnp.maximum(rows.start, claimed), jnp.zeros_like(end))
-    q_len = jnp.maximum(end - start, 0)
+    start = jnp.maximum(rows.start, claimed)
+    q_len = jnp.maximum(_end(num_tokens, rows) - start, 0)
+    # A sequence without rows starts at 0: the rows before its offsets are nobody's, and must not count as its own.
+    start = jnp.where(q_len > 0, start, jnp.zeros_like(start))
     cached = jnp.clip(lengths.cache_seqlens, 0, LENGTH_LIMIT)
     offset = jnp.zeros_like(cached) if lengths.kv_offset is None else jnp.clip(lengths.kv_offset, 0, LENGTH_LIMIT)
     total = offset + cached if lengths.total_seqlens is None else jnp.clip(lengths.total_seqlens, 0, LENGTH_LIMIT)

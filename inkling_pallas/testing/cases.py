@@ -6,6 +6,7 @@ rows and dead entries of the block table hold NaN or garbage.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,8 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 # Places that must not matter, by name; `Case.poison` picks those that hold `Case.poison_value`.
 POISON_PLACES = ("page_zero", "unused_pages", "page_tails", "before_window", "padding_rows")
 _SPARE_PAGES = 3
+# Added to the size of the pool: page ids that lie outside of it.
+_OUTSIDE = (0, 3, 2**30)
 _SPIKE = 8.0
 # Past any cache and negative: a table entry that is never to be used.
 _DEAD_ENTRIES = (-1, 2**31 - 1, -(2**31), 10**6)
@@ -44,6 +47,7 @@ class Case:
     padding_sequences: int = 0  # of q_len and kv_len 0, as a bucketed batch has
     parts: int = 1  # compute each sequence in so many parts of its keys, and merge
     spike: int | None = None  # rel_logits are 0 but for +8 at this distance
+    absent: int | None = None  # every so-manieth live table entry is outside the pool
     freed_pages: bool = False  # table entries wholly before the window are -1
     layout: str = "separate"  # of the cache; another one makes key_cache a PagedKVCache
     write: bool = False  # the keys and values of the rows are not in the cache yet: write_kv puts them there
@@ -119,7 +123,7 @@ def _block_table(rng: np.random.Generator, blocks: list[int], pool: int) -> np.n
 
 
 def _poison(case: Case, arguments: dict[str, Any], blocks: list[int]) -> None:
-    """Writes poison_value to the chosen places and -1 to freed table entries, in place."""
+    """Writes poison_value to the chosen places, ids outside the pool to absent and -1 to freed entries, in place."""
     table, value = arguments["block_table"], case.poison_value
     caches = (arguments["key_cache"], arguments["value_cache"])
     live = {int(page) for row, count in zip(table, blocks, strict=True) for page in row[:count]}
@@ -134,9 +138,22 @@ def _poison(case: Case, arguments: dict[str, Any], blocks: list[int]) -> None:
     if "padding_rows" in case.poison:
         for name in ("q", "rel_logits"):
             arguments[name][sum(case.q_lens) :] = value
+    if case.absent is not None:
+        _take_away(table, blocks, case.absent, caches)
     if case.freed_pages:
         for b in range(len(blocks)):
             table[b, : first_visible_key(case, b) // case.block_size] = -1
+
+
+def _take_away(table: np.ndarray, blocks: list[int], every: int, caches: tuple[np.ndarray, ...]) -> None:
+    """Puts ids outside the pool in place of every so-manieth page of a sequence, which then holds NaN."""
+    pool = len(caches[0])
+    outside = itertools.cycle([*(pool + past for past in _OUTSIDE), -1, -pool, -(2**31)])
+    for row, count in zip(table, blocks, strict=True):
+        for place in range(every - 1, count, every):
+            for cache in caches:
+                cache[row[place]] = np.nan
+            row[place] = next(outside)
 
 
 def first_visible_key(case: Case, b: int) -> int:

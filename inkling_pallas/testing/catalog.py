@@ -175,6 +175,14 @@ def _freed() -> Iterator[Case]:
         yield Case(name=f"freed_q{q_len}", kind="pages freed", q_lens=(q_len,) * 3, kv_lens=(4000, 4005, 515), **shape)
 
 
+def _absent() -> Iterator[Case]:
+    for every, page, window in ((3, 16, _GLOBAL), (2, 128, _LOCAL), (1, 16, _LOCAL)):
+        shape: dict[str, Any] = {"q_lens": (1, 5, 150, 1), "kv_lens": (700, 300, 700, 2100), "block_size": page}
+        name = _name("absent", every, "p", page, "w", window[0])
+        yield Case(name=name, kind="page ids", absent=every, window_size=window, rel_extent=512, **shape)
+    yield Case(name="absent_decode", kind="page ids", absent=3, q_lens=(1,) * 3, kv_lens=(700, 50, 4100), num_kv_heads=1)
+
+
 def _parts() -> Iterator[Case]:
     for parts, window in itertools.product((1, 2, 3), [_GLOBAL, _LOCAL]):
         name = _name("parts", parts, "w", window[0])
@@ -213,7 +221,7 @@ def full_cases(*, on_card: bool = False) -> tuple[Case, ...]:
     """Returns every case; `on_card` takes the long forms that a CPU would spend minutes on."""
     generators = (
         _prefill, _chunked, _decode, _verify, _windows, _not_causal, _extents, _zero_lengths,
-        _pages, _shapes, _freed, _parts, _spikes, _poisons, write_cases,
+        _pages, _shapes, _freed, _absent, _parts, _spikes, _poisons, write_cases,
     )  # fmt: skip
     cases = [case for generator in generators for case in generator()]
     return (*cases, *_mixed(on_card))
@@ -240,6 +248,7 @@ def small_cases() -> tuple[Case, ...]:
         Case(name="small_group_4", kind="groups", **dict(one, num_kv_heads=2)),
         Case(name="small_head_dim_64", kind="head_dim", head_dim=64, **one),
         Case(name="small_freed", kind="pages freed", freed_pages=True, **two),
+        Case(name="small_absent", kind="page ids", absent=2, **plain),
         Case(name="small_parts", kind="parts", parts=2, **plain),
         Case(name="small_dtype_float16", kind="dtypes", dtype="float16", **plain),
         Case(name="small_spike", kind="spike probe", spike=64, **one),

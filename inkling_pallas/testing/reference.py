@@ -50,7 +50,7 @@ def reference_rel_attention(
         dist   = (total_seqlens[b] - q_len + i) - (kv_offset[b] + j)
         bias   = rel_logits[t, h, dist] if 0 <= dist < rel_extent else 0
         logit  = softmax_scale * dot(q[t, h], k[j, h // group]) + bias
-        masked : dist < 0 if causal; dist > left or -dist > right
+        masked : dist < 0 if causal; dist > left or -dist > right; j on a page id outside the pool
         out    = softmax_j(logit) @ v
 
     Args:
@@ -153,15 +153,17 @@ def evaluate(
         if low >= high:
             return
         dist = position[:, None] - (first_key[b] + np.arange(low, high))
+        pages = table[b, np.arange(low, high) // key_cache.shape[1]]
+        present = (pages >= 0) & (pages < len(key_cache))
         result[some], lse[some] = attend(
             q[rows[some]],
-            _read_pages(key_cache, table[b], low, high),
-            _read_pages(value_cache, table[b], low, high),
+            _read_pages(key_cache, pages, present, low),
+            _read_pages(value_cache, pages, present, low),
             softmax_scale,
             _sheared_bias(biases[rows[some]], position - first_key[b], np.arange(low, high), rel_extent)
             if sheared
             else _bias(biases[rows[some]], dist, rel_extent),
-            (dist <= left) & (-dist <= reach),
+            (dist <= left) & (-dist <= reach) & present,
         )
 
     with concurrent.futures.ThreadPoolExecutor() as pool:  # NumPy computes outside the interpreter's lock
@@ -192,11 +194,11 @@ def _steps(indices: np.ndarray, scores_per_row: int) -> list[np.ndarray]:
     return [indices[i : i + size] for i in range(0, len(indices), size)]
 
 
-def _read_pages(cache: np.ndarray, pages: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Returns keys or values [low, high) of one sequence [high - low, num_kv_heads, head_dim]."""
-    index = np.arange(low, high)
-    block_size = cache.shape[1]
-    return cache[pages[index // block_size], index % block_size]
+def _read_pages(cache: np.ndarray, pages: np.ndarray, present: np.ndarray, low: int) -> np.ndarray:
+    """Returns keys or values from `low` on, whose pages are given, [keys, num_kv_heads, head_dim]; 0 where not present."""
+    place = np.arange(low, low + len(pages)) % cache.shape[1]
+    rows = cache[np.where(present, pages, 0), place]
+    return np.where(present[:, None, None], rows, np.zeros_like(rows))
 
 
 def _bias(rel_logits: np.ndarray, dist: np.ndarray, rel_extent: int) -> np.ndarray:

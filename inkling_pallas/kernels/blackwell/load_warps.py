@@ -18,9 +18,11 @@ from inkling_pallas.kernels.schedule.tiling import WARPGROUPS
 
 
 def stream_keys(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
-    """Copies K. Arrives on k_ready, waits on k_free."""
+    """Copies K and notes which chunks are absent. Arrives on k_ready, waits on k_free."""
 
-    def copy(stage: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+    def copy(count: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+        stage = work_loop.stage_of(count, tiling)
+        pages.note_absent(smem.absent, tiling.note_slot(count), chunks, tiling)
         pages.fetch_tile(gmem.key, chunks, smem.k.at[stage], bars.k_ready.at[stage], head, tiling, values=False)
 
     _stream_cache(gmem.block_table, bars.k_free, copy, walk, tiling)
@@ -29,7 +31,8 @@ def stream_keys(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: Tens
 def stream_values(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:
     """Copies V. Arrives on v_ready, waits on v_free."""
 
-    def copy(stage: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+    def copy(count: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
+        stage = work_loop.stage_of(count, tiling)
         pages.fetch_tile(gmem.value, chunks, smem.v.at[stage], bars.v_ready.at[stage], head, tiling, values=True)
 
     _stream_cache(gmem.block_table, bars.v_free, copy, walk, tiling)
@@ -42,7 +45,7 @@ def _stream_cache(
     walk: Walk,
     tiling: TensorTiling,
 ) -> None:
-    """Calls copy(stage, kv head, chunks) for each KV tile of a CTA once the stage is free.
+    """Calls copy(KV tiles before, kv head, chunks) for each KV tile of a CTA once its stage is free.
 
     The page ids are asked for before that, so that they are there when it is.
     """
@@ -58,12 +61,11 @@ def _stream_cache(
             count = done + t - tile.piece.first_tile
             chunks = pages.find_chunks(block_table, tile.piece, t, tiling)
             wait_until_free(count)
-            copy(work_loop.stage_of(count, tiling), tile.piece.head, chunks)
+            copy(count, tile.piece.head, chunks)
 
     total = walk.for_each_tile(tiling, copy_tile)
-    if tiling.interpret:  # It wants every completion of a barrier to be seen.
-        for i in range(stages):
-            wait_until_free(total + i)
+    for i in range(stages):  # A CTA must not end before the tensor core has last arrived.
+        wait_until_free(total + i)
 
 
 def stream_bias(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: TensorTiling) -> None:

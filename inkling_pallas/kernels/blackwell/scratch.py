@@ -6,7 +6,7 @@ warps of warpgroup 3 copy K, V and the bias and issue the products. `tc`: a tens
 | barrier | arrives | waits | guards |
 |---|---|---|---|
 | k_ready [stage] | copies of K | products | smem.k[stage] |
-| k_free [stage] | tc: scores | K warp | smem.k[stage] |
+| k_free [stage] | tc: scores | K warp | smem.k[stage], in time also .absent |
 | v_ready [stage] | copies of V | products, correction | smem.v[stage] |
 | v_clear [stage] | correction, only in tiles that it clears | products | smem.v[stage] |
 | v_free [stage] | tc: sums | V warp | smem.v[stage] |
@@ -21,6 +21,8 @@ warps of warpgroup 3 copy K, V and the bias and issue the products. `tc`: a tens
 
 A tensor core's arrival says that all products issued before are complete, and the scores of tile t + 1 are issued
 after the sums of tile t. So s_ready of tile t + 1 says, too, that the weights of tile t were read.
+As many more notes than stages as tiles are at work: smem.absent of tile t is written again once the scores of tile
+t + stride are there, whose products are issued after warpgroup w has weighed tile t.
 Of band_free and note_free whoever frees gives one arrival for each slot at the start: all are free then.
 """
 
@@ -32,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.blackwell.tiling import TensorTiling
 from inkling_pallas.kernels.mosaic.tmem_rows import LANES
+from inkling_pallas.kernels.phases import pages
 from inkling_pallas.kernels.schedule import seq_table
 from inkling_pallas.kernels.schedule.tiling import WARPGROUPS
 
@@ -53,6 +56,7 @@ class Smem(NamedTuple):
     v: Any
     q: Any
     band: Any
+    absent: Any  # which chunks of a KV tile have no page
     notes: Any  # float32[warpgroup, 2, 128]: the decay of a tile; at the end the weight and the reference
 
 
@@ -95,6 +99,7 @@ def smem_types(tiling: TensorTiling) -> Smem:
         v=cache,
         q=mosaic.swizzled((WARPGROUPS, LANES, problem.head_dim), dtype),
         band=plgpu.SMEM(block, dtype),
+        absent=pages.notes_type(tiling, tiling.note_slots),
         notes=plgpu.SMEM((WARPGROUPS, 2, LANES), jnp.float32),
     )
 
@@ -141,5 +146,5 @@ def smem_bytes(tiling: TensorTiling) -> int:
     head_dim = tiling.problem.head_dim
     cache = 2 * tiling.num_stages * tiling.block_kv * head_dim
     band = tiling.band_slots * WARPGROUPS * tiling.rows * tiling.band_width
-    words = 4 * WARPGROUPS * 2 * LANES + (seq_table.smem_bytes(tiling) if tiling.splits else 0)
+    words = 4 * (WARPGROUPS * 2 * LANES + tiling.note_slots) + (seq_table.smem_bytes(tiling) if tiling.splits else 0)
     return 2 * (cache + WARPGROUPS * LANES * head_dim + band) + words

@@ -16,7 +16,7 @@ from inkling_pallas.kernels.blackwell.tiling import TensorTiling
 from inkling_pallas.kernels.blackwell.work_loop import Walk
 from inkling_pallas.kernels.mosaic import tmem_rows, wgmma_rows
 from inkling_pallas.kernels.mosaic.tmem_rows import LANES
-from inkling_pallas.kernels.phases import bias, softmax
+from inkling_pallas.kernels.phases import bias, pages, softmax
 from inkling_pallas.kernels.phases.operands import Gmem
 from inkling_pallas.kernels.schedule import split_kv, tile_list
 from inkling_pallas.kernels.schedule.split_kv import Piece
@@ -131,8 +131,10 @@ def _weigh_tile(
         scores = scores * tiling.problem.softmax_scale
     if biased:
         scores = scores + _read_bias(smem, bars, work, t, tiling)
+    absent = pages.absent_chunks(smem.absent, tiling.note_slot(work.count(t)), tiling)
+    scores = lax.cond(absent != 0, lambda: _mask_absent(scores, absent, tiling), lambda: scores)
     scores = _mask(scores, work.rows, t, left, right, tiling)
-    reference, decay, weights = softmax.weigh_rows_lazily(state.reference_log2, scores)
+    reference, decay, weights = softmax.weigh_rows_lazily(state.reference_log2, scores, tiling.problem.dtype)
     _pass_note(smem, bars, w, decay)
     plgpu.async_store_tmem(tmem.weights.at[w], weights.astype(jnp.dtype(tiling.problem.dtype)))
     plgpu.commit_tmem()
@@ -149,6 +151,12 @@ def _read_bias(smem: Smem, bars: Barriers, work: _Work, t: jax.Array, tiling: Te
     wgmma_rows.release_reads(interpret=tiling.interpret)
     plgpu.barrier_arrive(bars.band_free.at[index])
     return values.astype(jnp.float32)
+
+
+def _mask_absent(scores: jax.Array, absent: jax.Array, tiling: TensorTiling) -> jax.Array:
+    """Returns the scores masked at the keys of page ids outside the pool."""
+    key = mosaic.iota(scores.shape, 1, tmem_rows.NATIVE)
+    return softmax.mask_chunks(scores, div(key, tiling.chunk), absent)
 
 
 def _mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: TensorTiling) -> jax.Array:

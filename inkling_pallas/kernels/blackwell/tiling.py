@@ -47,6 +47,15 @@ class TensorTiling(RowTiling):
         """Returns those that take the KV tile before which the CTA had `count`."""
         return [rem(count, WARPGROUPS)] if self.splits else list(range(WARPGROUPS))
 
+    @property
+    def note_slots(self) -> int:
+        """Notes of absent pages that are kept: `scratch` says why so many."""
+        return self.num_stages + self.stride
+
+    def note_slot(self, count: Any) -> Any:
+        """Returns where the note of a KV tile is, by how many the CTA had before."""
+        return rem(count, self.note_slots)
+
     def band_slot(self, count: Any) -> Any:
         """Returns where the bias block of that KV tile is."""
         return rem(div(count, self.stride), self.band_slots)

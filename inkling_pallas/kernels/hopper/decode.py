@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from inkling_pallas.core.integers import rem
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper import decode_cluster
 from inkling_pallas.kernels.hopper.decode_scratch import Barriers, Results, Smem
@@ -82,6 +82,7 @@ def _copy_pieces(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling:
         # Page ids are asked for before a slot is free, so that they are there when it is.
         chunks = pages.find_chunks(gmem.block_table, piece, tile, tiling)
         wait_until_free(bars.k_free, place)
+        pages.note_absent(smem.absent, slot, chunks, tiling)
         pages.fetch_tile(gmem.key, chunks, smem.k.at[slot], bars.k_ready.at[slot], head, tiling, values=False)
 
         @pl.when(tile >= _first_biased(piece, tiling))
@@ -150,7 +151,7 @@ def _attend_tiles(smem: Smem, bars: Barriers, piece: Piece, done: jax.Array, til
     columns, layout = tiling.columns, mosaic.WGMMA
     state = softmax.State(
         acc=mosaic.full((tiling.problem.head_dim, columns), 0.0, jnp.float32, layout),
-        top_log2=mosaic.full((columns,), -jnp.inf, jnp.float32, mosaic.WGMMA_COLUMNS),
+        reference_log2=mosaic.full((columns,), -jnp.inf, jnp.float32, mosaic.WGMMA_COLUMNS),
         weight=mosaic.full((64, columns), 0.0, jnp.float32, layout),
     )
     first_biased = jnp.clip(_first_biased(piece, tiling) - piece.first_tile, piece.begin, piece.end)
@@ -159,9 +160,9 @@ def _attend_tiles(smem: Smem, bars: Barriers, piece: Piece, done: jax.Array, til
         slot = rem(done + t - piece.begin, tiling.num_stages)
         tile = piece.first_tile + t
         scores = _scores(smem, bars, slot, piece, tile, biased, tiling)
-        state, weights = softmax.absorb(state, scores)
-        dtype = jnp.dtype(tiling.problem.dtype)
-        mosaic.store_transposed(smem.weights, weights.astype(dtype), interpret=tiling.interpret)
+        dtype = tiling.problem.dtype
+        state, weights = softmax.absorb(state, scores, dtype)
+        mosaic.store_transposed(smem.weights, weights.astype(jnp.dtype(dtype)), interpret=tiling.interpret)
         plgpu.commit_smem()
         if biased:  # The commit just made also lets the copy engine overwrite the bias block.
             plgpu.barrier_arrive(bars.k_free.at[slot])
@@ -188,13 +189,21 @@ def _scores(
         return bias.read_tile(smem.band.at[slot], piece, tile, tiling)
 
     plgpu.barrier_wait(bars.k_ready.at[slot])
+    absent = pages.absent_chunks(smem.absent, slot, tiling)
     products, tile_bias = mosaic.matmul(
         smem.k.at[slot], smem.q.T, rows=tiling.block_kv, columns=tiling.columns, meanwhile=read_bias
     )
     if not biased:
         plgpu.barrier_arrive(bars.k_free.at[slot])
     scores = softmax.scores_log2(products, tile_bias, scale=tiling.problem.softmax_scale)
-    return _mask_edge(scores, piece, tile, tiling)
+    scores = _mask_edge(scores, piece, tile, tiling)
+    return lax.cond(absent != 0, lambda: _mask_absent(scores, absent, tiling), lambda: scores)
+
+
+def _mask_absent(scores: jax.Array, absent: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns the scores masked at the keys of page ids outside the pool."""
+    key = mosaic.iota(scores.shape, 0, mosaic.WGMMA)
+    return softmax.mask_chunks(scores, div(key, tiling.chunk), absent)
 
 
 def _mask_edge(scores: jax.Array, piece: Piece, tile: jax.Array, tiling: Tiling) -> jax.Array:

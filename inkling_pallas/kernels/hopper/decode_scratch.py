@@ -4,7 +4,7 @@
 |---|---|---|---|
 | table_ready | the copying warp, once, after its first tile | warpgroup 0 | smem.table |
 | q_ready, q_free | copy of q; warpgroup 0 | warpgroup 0; the copying warp | smem.q_rows, one piece ahead |
-| k_ready, k_free [stage] | copies of K; warpgroup 0 | warpgroup 0; the copying warp | smem.k[stage], smem.band[stage] |
+| k_ready, k_free [stage] | copies of K; warpgroup 0 | warpgroup 0; the copying warp | smem.k[stage], .band[stage], .absent[stage] |
 | band_ready [stage] | copy of rel_logits, biased tiles only | warpgroup 0 | smem.band[stage] |
 | v_ready, v_free [stage] | copies of V; warpgroup 0 | warpgroup 0; the copying warp | smem.v[stage] |
 | smem.parts_barrier | warpgroup 0, expecting bytes; the cluster's stores | warpgroup 0, once | smem.parts, .part_lses |
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels.phases import pages
 from inkling_pallas.kernels.schedule import seq_table
 from inkling_pallas.kernels.schedule.tiling import Tiling
 
@@ -40,6 +41,7 @@ class Smem(NamedTuple):
     k: Any
     v: Any
     band: Any
+    absent: Any  # which chunks of a tile have no page
     parts: Any  # in a cluster: this CTA's elements of the rows of each, None elsewhere
     part_lses: Any  # the log-sum-exp of those rows
     parts_barrier: Any  # words that `mosaic.open_exchange` makes a barrier
@@ -72,6 +74,7 @@ def smem_types(tiling: Tiling) -> Smem:
         k=mosaic.swizzled((stages, tiling.block_kv, head_dim), dtype),
         v=mosaic.swizzled((stages, tiling.block_kv, head_dim), dtype),
         band=plgpu.SMEM((stages, *block, tiling.band_width), dtype),
+        absent=pages.notes_type(tiling, stages),
         parts=plgpu.SMEM((head_dim, tiling.columns), jnp.float32) if tiling.ranks > 1 else None,
         part_lses=plgpu.SMEM((tiling.ranks, tiling.columns), jnp.float32) if tiling.ranks > 1 else None,
         parts_barrier=plgpu.SMEM((2,), jnp.int32) if tiling.ranks > 1 else None,

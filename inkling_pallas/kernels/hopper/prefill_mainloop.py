@@ -63,8 +63,9 @@ def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> so
         right: bool = False,
     ) -> softmax.RowState:
         def step(t: jax.Array, state: softmax.RowState) -> softmax.RowState:
-            scores = _scores(smem, bars, queries, work, t, biased, tiling)
-            return _absorb(smem, bars, state, mask(scores, work.rows, t, left, right, tiling), work, t, tiling)
+            scores, absent = _scores(smem, bars, queries, work, t, biased, tiling)
+            scores = mask(scores, absent, work.rows, t, left, right, tiling)
+            return _absorb(smem, bars, state, scores, work, t, tiling)
 
         return lax.fori_loop(begin, end, step, state)
 
@@ -120,12 +121,13 @@ def read_queries(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> j
 
 def _scores(
     smem: Smem, bars: Barriers, queries: jax.Array, work: Work, t: jax.Array, biased: bool, tiling: RowTiling
-) -> jax.Array:
-    """Returns scores in natural units, [64, block_kv], after passing the turn. K has landed.
+) -> tuple[jax.Array, jax.Array]:
+    """Returns scores in natural units, [64, block_kv], and absent chunks, after passing the turn. K has landed.
 
     Waits on band_ready, arrives on band_free and k_free.
     """
     stage = work.stage(t, tiling)
+    absent = pages.absent_chunks(smem.absent, stage, tiling)
 
     def meanwhile() -> jax.Array | None:
         pass_turn(work, tiling)
@@ -137,7 +139,7 @@ def _scores(
     plgpu.barrier_arrive(bars.k_free.at[stage])
     if not tiling.scales_queries:
         scores = scores * tiling.problem.softmax_scale
-    return scores if tile_bias is None else scores + tile_bias
+    return scores if tile_bias is None else scores + tile_bias, absent
 
 
 def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowTiling) -> jax.Array:
@@ -152,8 +154,15 @@ def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowT
     return values.astype(jnp.float32)
 
 
-def mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: RowTiling) -> jax.Array:
-    """Returns the scores with -inf at keys that a row does not see, on the sides asked for."""
+def mask(
+    scores: jax.Array, absent: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: RowTiling
+) -> jax.Array:
+    """Returns the scores with -inf at keys of absent chunks, and on the sides asked for at those a row does not see."""
+
+    def drop(scores: jax.Array) -> jax.Array:
+        return wgmma_rows.drop_chunks(scores, absent, tiling.chunk, interpret=tiling.interpret)
+
+    scores = lax.cond(absent != 0, drop, lambda scores: scores, scores)
     if not left and not right:
         return scores
     position = piece.first_pos + tiling.token_of(mosaic.iota((ROWS,), 0, mosaic.WGMMA_ROWS))
@@ -168,7 +177,7 @@ def mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool,
 
 def _weigh(state: softmax.RowState, scores: jax.Array, tiling: RowTiling) -> tuple[softmax.RowState, jax.Array]:
     """Returns the state with a tile's weights but without its values, and the weights."""
-    after, reference, decay = softmax.raise_reference(state.reference_log2, scores)
+    after, reference, decay = softmax.raise_reference(state.reference_log2, scores, tiling.problem.dtype)
     weights = softmax.row_weights(scores, reference)
     acc = wgmma_rows.rescale(state.acc, decay, interpret=tiling.interpret)
     return softmax.RowState(acc, after, softmax.add_weights(state.weight, decay, weights)), weights

@@ -16,7 +16,7 @@ from inkling_pallas.kernels.hopper import prefill_mainloop
 from inkling_pallas.kernels.hopper.prefill_mainloop import Work
 from inkling_pallas.kernels.hopper.prefill_scratch import Barriers, Smem
 from inkling_pallas.kernels.mosaic import wgmma_rows
-from inkling_pallas.kernels.phases import softmax
+from inkling_pallas.kernels.phases import pages, softmax
 from inkling_pallas.kernels.schedule import tile_list
 from inkling_pallas.kernels.schedule.tiling import RowTiling
 
@@ -56,6 +56,7 @@ def _first_step(
     """Returns the weights of the first KV tile, whatever its band. Takes a turn for its scores."""
     stage = work.stage(bands.first, tiling)
     plgpu.barrier_wait(bars.k_ready.at[stage])
+    absent = pages.absent_chunks(smem.absent, stage, tiling)
     pl.when(work.warpgroup == 1)(lambda: prefill_mainloop.take_turn(work, tiling))
     scores, _ = wgmma_rows.scores_of(
         queries,
@@ -74,9 +75,9 @@ def _first_step(
         return _finish_scores(smem, bars, scores, work, bands.first, tiling)
 
     scores = with_bias() if windowed else lax.cond(bands.first >= bands.biased, with_bias, without)
-    scores = prefill_mainloop.mask(scores, work.rows, bands.first, windowed, True, tiling)
+    scores = prefill_mainloop.mask(scores, absent, work.rows, bands.first, windowed, True, tiling)
     state = prefill_mainloop.no_keys(tiling)
-    after, reference, decay = softmax.raise_reference(state.reference_log2, scores)
+    after, reference, decay = softmax.raise_reference(state.reference_log2, scores, tiling.problem.dtype)
     weights = softmax.row_weights(scores, reference)
     state = state._replace(reference_log2=after, weight=softmax.add_weights(state.weight, decay, weights))
     return _Ahead(state, weights.astype(jnp.dtype(tiling.problem.dtype)))
@@ -110,6 +111,7 @@ def _step(
     """
     state, stage, before = ahead.state, work.stage(t, tiling), work.stage(t - 1, tiling)
     plgpu.barrier_wait(bars.k_ready.at[stage])
+    absent = pages.absent_chunks(smem.absent, stage, tiling)
     plgpu.barrier_wait(bars.v_ready.at[before])
     if biased:  # No row of the tiles before those is dead.
         prefill_mainloop.clear_dead_keys(smem, bars, work, t - 1, tiling)
@@ -118,8 +120,8 @@ def _step(
     def absorb(scores: jax.Array) -> tuple[jax.Array, ...]:
         plgpu.barrier_arrive(bars.k_free.at[stage])
         scores = _finish_scores(smem, bars, scores, work, t, tiling, biased=biased)
-        scores = prefill_mainloop.mask(scores, work.rows, t, left, right, tiling)
-        after, reference, decay = softmax.raise_reference(state.reference_log2, scores, masked=left or right)
+        scores = prefill_mainloop.mask(scores, absent, work.rows, t, left, right, tiling)
+        after, reference, decay = softmax.raise_reference(state.reference_log2, scores, tiling.problem.dtype)
         wgmma_rows.stay_before(decay, interpret=tiling.interpret)
         return after, reference, decay, scores
 

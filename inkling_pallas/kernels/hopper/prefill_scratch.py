@@ -5,7 +5,7 @@ must have let a stage go.
 
 | barrier | arrives | waits | guards |
 |---|---|---|---|
-| k_ready, k_free [stage] | copies of K; both warpgroups, in a cluster of all its CTAs | both; warp 0 | smem.k[stage] |
+| k_ready, k_free [stage] | copies of K; both warpgroups, in a cluster of all its CTAs | both; warp 0 | smem.k[stage], .absent[stage] |
 | v_ready, v_free [stage] | copies of V; both warpgroups, in a cluster of all its CTAs | both; warp 1 | smem.v[stage] |
 | v_clear [stage] | warpgroup 0, only in tiles that it clears | warpgroup 1 | smem.v[stage] |
 | band_ready, band_free [slot, w] | copy of rel_logits or q; warpgroup w | warpgroup w; warp 2 | smem.band[slot, w] |
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels import mosaic
+from inkling_pallas.kernels.phases import pages
 from inkling_pallas.kernels.schedule.tiling import WARPGROUPS, RowTiling
 
 
@@ -28,6 +29,7 @@ class Smem(NamedTuple):
     v: Any
     band: Any
     queries: Any
+    absent: Any  # which chunks of a KV tile have no page
 
 
 class Barriers(NamedTuple):
@@ -52,7 +54,7 @@ def smem_types(tiling: RowTiling) -> Smem:
     block = (WARPGROUPS, tiling.token_block, problem.group)
     own = None if tiling.shares_ring else plgpu.SMEM((*block, tiling.query_width), dtype)
     band = plgpu.SMEM((tiling.band_slots, *block, tiling.band_width), dtype)
-    return Smem(k=cache, v=cache, band=band, queries=own)
+    return Smem(k=cache, v=cache, band=band, queries=own, absent=pages.notes_type(tiling, stages))
 
 
 def barrier_types(tiling: RowTiling) -> Barriers:
@@ -83,7 +85,7 @@ def smem_bytes(tiling: RowTiling) -> int:
     """Returns what the buffers take."""
     cache = 2 * tiling.num_stages * tiling.block_kv * tiling.problem.head_dim
     widths = tiling.band_slots * tiling.band_width + (0 if tiling.shares_ring else tiling.query_width)
-    return 2 * (cache + WARPGROUPS * tiling.rows * widths)
+    return 2 * (cache + WARPGROUPS * tiling.rows * widths) + 4 * tiling.num_stages
 
 
 def query_slot(smem: Smem, slot: Any, warpgroup: Any) -> Any:

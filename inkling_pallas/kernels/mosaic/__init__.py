@@ -112,6 +112,15 @@ def read_word(ref: Any, row: Any, column: Any, *, interpret: bool) -> jax.Array:
     )
 
 
+def write_word(ref: Any, row: Any, column: Any, word: jax.Array, *, interpret: bool) -> None:
+    """Writes an int32 scalar to SMEM, also in the code of a single warp."""
+    if interpret:
+        ref[row, column] = word
+        return
+    places = [jnp.asarray(i, jnp.int32) for i in (row, column)]
+    call_inline(ptx_table.store_word, (PLAIN, SCALAR, SCALAR, SCALAR), ref, *places, word)
+
+
 def gather(
     ref: Any,
     rows: jax.Array,

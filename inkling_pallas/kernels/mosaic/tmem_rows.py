@@ -32,8 +32,10 @@ def multiply(ref: Any, factor: jax.Array, *, interpret: bool) -> None:
     Complete after `plgpu.commit_tmem`.
     """
     x = plgpu.async_load_tmem(ref, layout=NATIVE)
-    if interpret:  # The card waits for the registers; a wait here would be for the whole warpgroup.
+    if interpret:
         plgpu.wait_load_tmem()
+    else:  # That one would wait for the whole warpgroup, too.
+        call_inline(ptx_tmem.wait_for_loads, ())
     plgpu.async_store_tmem(ref, x * lax.broadcast_in_dim(factor, x.shape, (0,)))
 
 

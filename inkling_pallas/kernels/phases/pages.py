@@ -1,5 +1,6 @@
 """KV tiles: from pages to shared memory. The only reader of the block table."""
 
+import functools
 from typing import Any
 
 import jax
@@ -54,6 +55,31 @@ def find_chunks(block_table: Any, piece: Piece, tile: jax.Array, tiling: Tiling)
     return [(page, rem(chunk, chunks_per_page)) for page, chunk in zip(pages, chunks, strict=True)]
 
 
+def note_absent(notes_smem: Any, slot: jax.Array, chunks: Chunks, tiling: Tiling) -> None:
+    """Leaves which chunks of a tile have a page id outside the pool, bit i for chunk i; for one warp.
+
+    Whoever waits for the copies of the same warp reads it after them.
+    """
+    bits = [jnp.where(_is_page(page, tiling), 0, 1 << i).astype(jnp.int32) for i, (page, _) in enumerate(chunks)]
+    mosaic.write_word(notes_smem, 0, slot, functools.reduce(jnp.bitwise_or, bits), interpret=tiling.interpret)
+
+
+def notes_type(tiling: Tiling, slots: int) -> Any:
+    """Returns the notes of some slots as a scratch type."""
+    if tiling.block_kv // tiling.chunk > 31:
+        raise AssertionError(f"a tile has {tiling.block_kv // tiling.chunk} chunks; a note has 31 bits.")
+    return plgpu.SMEM((1, slots), jnp.int32)
+
+
+def absent_chunks(notes_smem: Any, slot: jax.Array, tiling: Tiling) -> jax.Array:
+    """Returns the note of a tile, int32."""
+    return mosaic.read_word(notes_smem, 0, slot, interpret=tiling.interpret)
+
+
+def _is_page(page: jax.Array, tiling: Tiling) -> jax.Array:
+    return (page >= 0) & (page < tiling.problem.num_blocks)
+
+
 def fetch_tile(
     cache: Any,
     chunks: Chunks,
@@ -66,11 +92,11 @@ def fetch_tile(
 ) -> None:
     """Starts the copies of one KV tile from `find_chunks`; each arrives once on `ready`.
 
-    Page ids are clipped into the pool: what a wrong one brings is masked. The CTAs of a cluster copy a part each, to
-    all of them.
+    Of a page id outside the pool come zeros, which is what the copy engine fills in past the end of an array: nothing
+    of another sequence. `note_absent` has its keys masked. The CTAs of a cluster copy a part each, to all of them.
     """
     for i, (page, chunk) in enumerate(chunks):
-        page = jnp.clip(page, 0, tiling.problem.num_blocks - 1)
+        page = jnp.where(_is_page(page, tiling), page, tiling.problem.num_blocks)
         source = _chunk_of(cache, page, chunk, head, values, tiling)
         place = tile_smem.at[slice(i * tiling.chunk, (i + 1) * tiling.chunk)]
         plgpu.copy_gmem_to_smem(source, place, ready, collective_axes=tiling.cluster_axis)

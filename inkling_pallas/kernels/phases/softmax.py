@@ -14,7 +14,11 @@ from jax import lax
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-_SLACK_LOG2 = 8.0
+# By how much weights may exceed 1, log2: in float16, whose smallest number is 2**-24, as much as it holds, so that a key
+# far below the largest keeps its share.
+_HEADROOM_LOG2 = {"bfloat16": 0.0, "float16": 14.0}
+# The same where the reference follows the largest score lazily, and how far that may be ahead, log2.
+_LAZY_LOG2 = {"bfloat16": (0.0, 8.0), "float16": (12.0, 3.0)}
 
 
 class State(NamedTuple):
@@ -25,8 +29,8 @@ class State(NamedTuple):
     """
 
     acc: jax.Array  # float32[head_dim, columns], sum of weight * value
-    top_log2: jax.Array  # float32[columns], largest score
-    weight: jax.Array  # float32[64, columns], sum of exp2(score - top_log2)
+    reference_log2: jax.Array  # float32[columns], what weights are relative to: the largest score less the headroom
+    weight: jax.Array  # float32[64, columns], sum of exp2(score - reference_log2)
 
 
 def finite(x: jax.Array) -> jax.Array:
@@ -51,11 +55,26 @@ def mask_tile(scores: jax.Array, key: jax.Array, begin: jax.Array, end: jax.Arra
     return jnp.where((key >= begin) & (key < end), scores, jnp.full_like(scores, -jnp.inf))
 
 
-def absorb(state: State, scores: jax.Array) -> tuple[State, jax.Array]:
-    """Returns the state rescaled to a tile's scores, without its values, and the tile's weights."""
-    top = jnp.maximum(state.top_log2, scores.max(axis=0))
+def mask_chunks(scores: jax.Array, chunk: jax.Array, absent: jax.Array) -> jax.Array:
+    """Returns scores with -inf at the keys of some chunks of a tile.
+
+    Args:
+      scores: float32.
+      chunk: int32 of the same shape, which chunk a key is in.
+      absent: int32 scalar, bit i for chunk i.
+    """
+    bit = lax.shift_right_logical(jnp.full_like(chunk, absent), chunk) & 1
+    return jnp.where(bit == 0, scores, jnp.full_like(scores, -jnp.inf))
+
+
+def absorb(state: State, scores: jax.Array, dtype: str) -> tuple[State, jax.Array]:
+    """Returns the state rescaled to a tile's scores, without its values, and the tile's weights, to be of `dtype`."""
+    top = scores.max(axis=0)
+    if _HEADROOM_LOG2[dtype]:
+        top = top - _HEADROOM_LOG2[dtype]
+    top = jnp.maximum(state.reference_log2, top)
     reference = finite(top)
-    decay = jnp.exp2(state.top_log2 - reference)
+    decay = jnp.exp2(state.reference_log2 - reference)
     weights = jnp.exp2(scores - along_keys(reference, scores.shape[0]))
     kept = state.weight.shape[0]
     parts = [weights[i : i + kept] for i in range(0, scores.shape[0], kept)]
@@ -71,16 +90,15 @@ def finish(state: State) -> tuple[jax.Array, jax.Array]:
     total = state.weight.sum(axis=0)
     live = total > 0.0
     divisor = jnp.where(live, total, jnp.ones_like(total))
-    lse_log2 = jnp.where(live, state.top_log2 + jnp.log2(divisor), jnp.full_like(total, -jnp.inf))
+    lse_log2 = jnp.where(live, state.reference_log2 + jnp.log2(divisor), jnp.full_like(total, -jnp.inf))
     return state.acc / along_keys(divisor, state.acc.shape[0]), lse_log2
 
 
 class RowState(NamedTuple):
     """As `State`, for score tiles whose rows are query rows.
 
-    Weights are relative to a score that the largest one exceeds by at most 8 (log2), so that they are at most 2**8,
-    which every dtype of weights holds. It follows the largest only when that has grown by more, so the sums of most
-    tiles need no rescaling.
+    Weights are relative to a score that the largest one exceeds by at most 8 (log2), 15 in float16, so that their dtype
+    holds them. It follows the largest only when that has grown by more, so the sums of most tiles need no rescaling.
     """
 
     acc: jax.Array  # float32[rows, head_dim], sum of weight * value
@@ -94,7 +112,7 @@ def along_rows(x: jax.Array, width: int) -> jax.Array:
 
 
 def raise_reference(
-    reference_log2: jax.Array, scores: jax.Array, masked: bool = True
+    reference_log2: jax.Array, scores: jax.Array, dtype: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, the same finite, and what earlier weights are multiplied by.
 
@@ -103,11 +121,14 @@ def raise_reference(
     Args:
       reference_log2: float32[rows], before the tile; -inf before any key.
       scores: float32[rows, keys] in natural units.
-      masked: whether a row may have no key yet; else the reference is finite as it is.
+      dtype: what the weights will be of.
     """
+    headroom, slack = _LAZY_LOG2[dtype]
     top = scores.max(axis=1) * LOG2_E
-    after = jnp.where(top > reference_log2 + _SLACK_LOG2, top, reference_log2)
-    reference = finite(after) if masked else after
+    if headroom:
+        top = top - headroom
+    after = jnp.where(top > reference_log2 + slack, top, reference_log2)
+    reference = finite(after)
     decay = jnp.where(after == reference_log2, jnp.ones_like(top), jnp.exp2(reference_log2 - reference))
     return after, reference, decay
 
@@ -124,9 +145,11 @@ def add_weights(sums: jax.Array, decay: jax.Array, weights: jax.Array) -> jax.Ar
     return functools.reduce(jnp.add, blocks, sums * along_rows(decay, width))
 
 
-def weigh_rows_lazily(reference_log2: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def weigh_rows_lazily(
+    reference_log2: jax.Array, scores: jax.Array, dtype: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, what earlier ones are multiplied by, and the tile's own."""
-    after, reference, decay = raise_reference(reference_log2, scores)
+    after, reference, decay = raise_reference(reference_log2, scores, dtype)
     return after, decay, row_weights(scores, reference)
 
 

@@ -27,10 +27,13 @@ __all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
 # What a step may hold: scores, and elements of K gathered for it.
 _STEP_SCORES = {"cpu": 2**20, "gpu": 2**24}
 _STEP_KEYS = 2**26
+# By how much weights may exceed 1, in nats: in float16, whose smallest number is 2**-24, as much as it holds, so that a
+# key far below the largest keeps its share.
+_HEADROOM = {"float16": 14.0 * math.log(2.0)}
 
 
 class _Softmax(NamedTuple):
-    row_max: jax.Array  # f32[t, h, g, q]
+    reference: jax.Array  # f32[t, h, g, q], what weights are relative to: the largest score less the headroom
     row_sum: jax.Array  # f32[t, h, g, q]
     acc: jax.Array  # f32[t, h, g, q, d]
 
@@ -224,16 +227,16 @@ def _initial(q: jax.Array) -> _Softmax:
 def _online_softmax(problem: Problem, state: _Softmax, scores: jax.Array, v: jax.Array) -> _Softmax:
     """Folds one tile of masked scores f32[t, h, g, q, k] into the running softmax."""
     with jax.named_scope("softmax"):
-        row_max = jnp.maximum(state.row_max, scores.max(axis=-1))
-        finite_max = jnp.where(
-            jnp.isneginf(row_max), 0.0, row_max
+        reference = jnp.maximum(state.reference, scores.max(axis=-1) - _HEADROOM.get(problem.dtype, 0.0))
+        finite = jnp.where(
+            jnp.isneginf(reference), 0.0, reference
         )  # a row without keys yet: exp(-inf - 0), never exp(-inf + inf)
-        rescale = jnp.exp(state.row_max - finite_max)
-        weights = jnp.exp(scores - finite_max[..., None])
+        rescale = jnp.exp(state.reference - finite)
+        weights = jnp.exp(scores - finite[..., None])
         row_sum = state.row_sum * rescale + weights.sum(axis=-1)
     with jax.named_scope("values"):
         update = _dot(problem, "thgqk,tkhd->thgqd", weights.astype(v.dtype), v)
-    return _Softmax(row_max, row_sum, state.acc * rescale[..., None] + update)
+    return _Softmax(reference, row_sum, state.acc * rescale[..., None] + update)
 
 
 def _dot(problem: Problem, axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -249,7 +252,7 @@ def _write_rows(
     empty = state.row_sum == 0
     row_sum = jnp.where(empty, 1.0, state.row_sum)
     out = (state.acc / row_sum[..., None]).transpose(0, 3, 1, 2, 4)
-    lse = jnp.where(empty, -jnp.inf, state.row_max + jnp.log(row_sum)).transpose(0, 3, 1, 2)
+    lse = jnp.where(empty, -jnp.inf, state.reference + jnp.log(row_sum)).transpose(0, 3, 1, 2)
     heads = (*target.shape, problem.num_heads)
     return (
         results[0].at[target].set(out.reshape(*heads, problem.head_dim).astype(results[0].dtype), mode="drop"),

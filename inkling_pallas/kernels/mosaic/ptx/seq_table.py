@@ -20,10 +20,18 @@ _SCANS = (arith.addi, arith.maxsi, arith.maxsi)
 
 def load_word(ref: Any, row: Any, column: Any) -> Any:
     """Returns the int32 scalar ref[row, column]."""
-    pitch = ir.MemRefType(ref.type).shape[-1]
-    pointer = plain_pointer(ref, utils.memref_ptr(ref), row.registers.item(), column.registers.item(), pitch)
-    word = llvm.load(ir.IntegerType.get_signless(32), pointer)
+    word = llvm.load(ir.IntegerType.get_signless(32), _pointer(ref, row, column))
     return fragmented_array.FragmentedArray.splat(word, (), is_signed=True)
+
+
+def store_word(ref: Any, row: Any, column: Any, word: Any) -> None:
+    """Writes the int32 scalar ref[row, column]."""
+    llvm.store(word.registers.item(), _pointer(ref, row, column))
+
+
+def _pointer(ref: Any, row: Any, column: Any) -> Any:
+    pitch = ir.MemRefType(ref.type).shape[-1]
+    return plain_pointer(ref, utils.memref_ptr(ref), row.registers.item(), column.registers.item(), pitch)
 
 
 def prefetch_part(ref: Any, part: Any) -> None:

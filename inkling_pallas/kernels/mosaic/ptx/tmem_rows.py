@@ -51,6 +51,11 @@ def scatter(ref: Any, rows: Any, x: Any, *, column: int) -> None:
         scf.yield_([])
 
 
+def wait_for_loads() -> None:
+    """Waits until this warp's loads from tensor memory are complete."""
+    llvm.inline_asm(None, [], "tcgen05.wait::ld.sync.aligned;", "~{memory}", has_side_effects=True)
+
+
 def any_below_one(x: Any) -> Any:
     """Returns int32 1 if some row of this warp has x < 1, else 0."""
     code = "{ .reg .pred p, q; setp.lt.f32 p, $1, 0f3f800000; vote.sync.any.pred q, p, -1; selp.s32 $0, 1, 0, q; }"

@@ -66,7 +66,7 @@ def inkling_rel_attention(
         dist   = (total_seqlens[b] - q_len + i) - (kv_offset[b] + j)
         bias   = rel_logits[t, h, dist] if 0 <= dist < rel_extent else 0
         logit  = softmax_scale * dot(q[t, h], k[j, h // group]) + bias
-        masked : dist < 0 if causal; dist > left or -dist > right
+        masked : dist < 0 if causal; dist > left or -dist > right; j on a page id outside the pool
         out    = softmax_j(logit) @ v
 
     Args:
@@ -74,7 +74,8 @@ def inkling_rel_attention(
       key_cache: [num_blocks, block_size, num_kv_heads, head_dim] in the dtype of q; or a `PagedKVCache`, which may have
         another layout.
       value_cache: like key_cache; None with a PagedKVCache.
-      block_table: int32[batch, max_blocks]; page ids. Entries past the live pages are never used.
+      block_table: int32[batch, max_blocks]; page ids. Entries past the live pages are never used; the keys of an id
+        outside the pool are masked.
       cache_seqlens: int32[batch]; keys in the table, those of the q rows included.
       cu_seqlens_q: int32[batch + 1]; row offsets. Rows past its last entry are padding: they give 0 and -inf.
       max_seqlen_q: static; at least the longest q_len. Rounded up to a power of two inside; rows past that are 0.
@@ -82,7 +83,8 @@ def inkling_rel_attention(
       causal: static; hide keys after the query.
       window_size: static (left, right) in keys, -1 for unlimited. A left window keeps dist = left.
       rel_extent: static; distances that have a bias.
-      rel_logits: [num_tokens, num_heads, rel_extent] in the dtype of q; or `ShearedLogits` made with these lengths.
+      rel_logits: [num_tokens, num_heads, rel_extent] in the dtype of q; or `ShearedLogits` made with these lengths. A
+        logit below -2.3e38, float32's lowest over log2(e), counts as masked in the kernels.
       kv_offset: int32[batch]; position of the first key of the table, for a part of a sequence. Default 0.
       total_seqlens: int32[batch]; length of the whole sequence. Default kv_offset + cache_seqlens.
       plan: from `plan_batch`, shared by the layers of a kind; its lengths are then the ones used.

@@ -18,6 +18,7 @@ from inkling_pallas import attention
 from inkling_pallas.core import dispatch
 from inkling_pallas.testing import assert_rows_close
 from inkling_pallas.testing.cases import Case, build
+from inkling_pallas.testing.reference import reference_rel_attention
 
 pytestmark = pytest.mark.optimized
 
@@ -428,3 +429,27 @@ def test_explain_names_a_card_without_a_kernel(monkeypatch):
     monkeypatch.setattr(dispatch, "device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(attention, "device_capability", lambda *_: (8, 0))
     assert "no faster one: there is no kernel for" in str(ip.explain(**build(_MIXED)))
+
+
+@pytest.mark.parametrize("nats", [14.0, 16.0, 17.4])
+def test_keys_far_below_one_without_a_value_keep_their_weight_in_float16(nats):
+    """Their weights are under float16's smallest number relative to the largest, and the whole of the result."""
+    call = build(Case(name="sink", kind="example", q_lens=(1,), kv_lens=(260,), num_kv_heads=1, dtype="float16"))
+    call["key_cache"] = np.zeros_like(call["key_cache"])
+    call["rel_logits"] = np.zeros_like(call["rel_logits"])
+    call["rel_logits"][..., 0] = nats
+    newest = call["block_table"][0, 259 // 16]
+    call["value_cache"] = np.nan_to_num(call["value_cache"])
+    call["value_cache"][newest, 259 % 16] = 0
+    expected, expected_lse = reference_rel_attention(**{**call, "return_lse": True})
+    out, lse = ip.inkling_rel_attention(**call, out_dtype="float32", return_lse=True, backend="portable")
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-4 * np.linalg.norm(expected, axis=-1).max())
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+def test_a_bias_of_the_lowest_bfloat16_on_all_keys_is_the_mean_on_portable():
+    call = build(Case(name="lowest", kind="example", q_lens=(1,), kv_lens=(33,), rel_extent=64, poison=()))
+    call["rel_logits"][...] = jnp.finfo(jnp.bfloat16).min
+    expected = reference_rel_attention(**call)
+    assert np.abs(expected).max() > 0
+    assert_rows_close(ip.inkling_rel_attention(**call, backend="portable"), expected, limit=6e-3)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import interpreted
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import LIMITS
@@ -14,7 +15,7 @@ import inkling_pallas as ip
 from inkling_pallas.core import dispatch
 from inkling_pallas.core.checked_call import check_call
 from inkling_pallas.kernels import blackwell, hopper
-from inkling_pallas.kernels.phases import bias
+from inkling_pallas.kernels.phases import bias, pages
 from inkling_pallas.testing import assert_rows_close, row_errors
 from inkling_pallas.testing.cache_cases import before_write
 from inkling_pallas.testing.cases import Case, build
@@ -59,6 +60,7 @@ def program(name, kernel, *contents, sheared=False, **facts):
 
 
 FREED: dict[str, Any] = {"freed_pages": True}
+ABSENT: dict[str, Any] = {"absent": 2}
 SHORT: dict[str, Any] = {"rel_extent": 8, "block_size": 8, "window_size": (4, 0)}
 NOTHING = ((0, 1, 0, 2), (0, 3, 7, 2), {"padding_rows": 3})
 NO_KEYS = ((1, 2), (0, 0), {"padding_rows": 2})
@@ -67,7 +69,14 @@ HALF: dict[str, Any] = {"head_dim": 64, "dtype": "float16", "rel_extent": 64}
 
 OF_DECODE = [
     program("splits, packed", DECODE, ((1, 1), (300, 40)), num_splits=3, num_kv_heads=2, layout="packed"),
-    program("no split, interleaved", DECODE, ((1, 1), (200, 75)), num_splits=1, num_kv_heads=2, layout="interleaved"),
+    program(
+        "no split, interleaved",
+        DECODE,
+        ((1, 1), (200, 75), ABSENT),
+        num_splits=1,
+        num_kv_heads=2,
+        layout="interleaved",
+    ),
     program("window", DECODE, ((1, 1), (300, 75)), ((1,), (300,), FREED), window_size=(127, 0), num_splits=2),
     program("rows", DECODE, ((5, 3), (200, 75)), ((5,), (3,)), window_size=(127, 0), num_splits=3),
     program("empty", DECODE, NOTHING, **SHORT),
@@ -107,7 +116,7 @@ WIDE: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 2}
 OF_PREFILL = [
     program("packed", PREFILL, ((33,), (33,)), ((17,), (70,)), layout="packed", **WIDE),
     program("interleaved, page 48", PREFILL, ((17,), (130,)), layout="interleaved", block_size=48, **WIDE),
-    program("window", PREFILL, ((20, 3), (300, 75)), ((4,), (300,), FREED), window_size=(127, 0)),
+    program("window", PREFILL, ((20, 3), (300, 75)), ((4,), (300,), ABSENT), window_size=(127, 0)),
     program(
         "window past the extent",
         PREFILL,
@@ -131,7 +140,7 @@ OF_PREFILL = [
     ),
     program("ring, head_dim 64, float16", RING, ((20, 1), (130, 65)), **HALF),
     program("group 1, page 784", PREFILL, ((70,), (130,)), ((17,), (300,)), num_heads=1, block_size=784),
-    program("ahead, group 3", AHEAD, ((33, 2), (130, 65)), ((20, 5), (300, 75)), num_heads=3, rel_extent=64),
+    program("ahead, group 3", AHEAD, ((33, 2), (130, 65)), ((20, 5), (300, 75), ABSENT), num_heads=3, rel_extent=64),
     program(
         "mixed, both kernels",
         PREFILL.but(few_rows=DECODE.but(num_ctas=2).config),
@@ -149,7 +158,7 @@ OF_BLACKWELL = [
         "full and chunked prefill",
         TILES,
         ((17, 1, 20), (17, 130, 70), {"padding_rows": 2, "padding_sequences": 1}),
-        ((18, 5), (170, 40)),
+        ((18, 5), (170, 40), ABSENT),
         rel_extent=64,
         sheared=True,
     ),
@@ -226,7 +235,7 @@ ROBUST = {
     "prefill": (PREFILL.but(num_ctas=5), [((18, 9), (90, 70)), ((11, 5), (200, 75)), NO_KEYS, ((20,), (5,))], {}),
     "blackwell": (
         SPLITS,
-        [((1, 2), (300, 40), facts) for facts in (INFINITE, {"spike": 0}, {"spike": 63})]
+        [((1, 2), (300, 40), facts) for facts in (INFINITE, {"spike": 63}, ABSENT)]
         + [((1, 2), kv_lens) for kv_lens in ((1, 2), (129, 0))],
         {"rel_extent": 64},
     ),
@@ -276,19 +285,23 @@ def test_parts_with_rows_far_past_or_before_their_keys_are_right(name, capfd):
     interpreted.assert_right(kernel.compile(given)(given), call, capfd, LIMITS["bfloat16"])
 
 
+GAP: dict[str, Any] = {"padding_rows": 2, "poison": ("page_zero", "unused_pages", "page_tails")}
 OUT = {
-    "decode": (DECODE.but(num_ctas=1), [((1,), (70,), {"padding_rows": 1}), TWO], False),
-    "prefill": (PREFILL.but(num_ctas=1), [((9,), (70,), {"padding_rows": 1}), ((18, 9), (90, 70))], False),
-    "blackwell": (TILES, [((9,), (70,), {"padding_rows": 1})], True),
+    "decode": (DECODE.but(num_ctas=1), [((0, 2), (7, 250), GAP), TWO], False),
+    "prefill": (PREFILL.but(num_ctas=1), [((0, 18), (7, 90), GAP), ((18, 9), (90, 70))], False),
+    "blackwell": (TILES, [((0, 9), (7, 70), GAP)], True),
 }
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_writes_float32_into_the_array_given_as_out(name):
+def test_writes_every_row_of_the_float32_array_given_as_out(name):
     kernel, contents, sheared = OUT[name]
     how: dict[str, Any] = {"out_dtype": "float32", "return_lse": False}
+    first, *others = interpreted.alike([build(case) for case in cases_of(contents)])
+    # Row 0 is then nobody's, before an empty sequence.
+    moved = {**first, "cu_seqlens_q": first["cu_seqlens_q"] + 1}
     run = None
-    for call in interpreted.alike([build(case) for case in cases_of(contents)]):
+    for call in (first, moved, *others):
         given = dict(shear_call(call) if sheared else call, out=interpreted.nothing_written(call))
         run = run or kernel.compile(given, **how)
         with interpreted.told(rows=call["cu_seqlens_q"].tolist()):
@@ -306,19 +319,24 @@ def shifted(position, extent):
     return SHIFT(position + 8 - 1, extent)
 
 
+def all_present(notes, place, tiling):
+    return jnp.int32(0)
+
+
 START, SHIFT = bias._start, bias.shift_of
 BROKEN = {
-    "decode": (DECODE, "_start", one_step_on, small((1,), (40,), rel_extent=64)),
-    "blackwell": (TILES, "shift_of", shifted, small((3,), (40,), rel_extent=64)),
+    "decode, bias": (DECODE, bias, "_start", one_step_on, small((1,), (40,), rel_extent=64)),
+    "decode, page ids": (DECODE, pages, "absent_chunks", all_present, small((1,), (40,), rel_extent=64, absent=2)),
+    "blackwell, bias": (TILES, bias, "shift_of", shifted, small((3,), (40,), rel_extent=64)),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_bias_one_step_off_is_red(name, monkeypatch):
-    kernel, function, broken, case = BROKEN[name]
+def test_a_bias_one_step_off_and_keys_of_no_page_are_red(name, monkeypatch):
+    kernel, module, function, broken, case = BROKEN[name]
     call = build(case)
     given = shear_call(call)
-    monkeypatch.setattr(bias, function, broken)
+    monkeypatch.setattr(module, function, broken)
     out, _ = kernel.compile(given)(given)
     assert row_errors(out, reference_rel_attention(**call)).max() > LIMITS["bfloat16"]
 

@@ -54,6 +54,19 @@ def test_masks(way, keys):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_drop_chunks(way, chunk):
+    x = numbers(64, 128)
+
+    def read(ref):
+        scores = plgpu.load(ref, layout=mosaic.WGMMA, optimized=False)
+        return wgmma_rows.drop_chunks(scores, jnp.int32(0b0101), chunk, interpret=bool(way))
+
+    dropped = np.isin(np.arange(128) // chunk, [0, 2])
+    expect(through_smem(read, way, x, 64, 128), np.where(dropped, -np.inf, np.asarray(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("first_row", [0, 16, 47, 64])
 def test_rescale(way, first_row):
     x = numbers(64, 128)

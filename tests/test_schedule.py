@@ -11,7 +11,8 @@ import scalars
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inkling_pallas.core.problem import Problem, Sequences
+from inkling_pallas.core.problem import Lengths, Problem, Sequences
+from inkling_pallas.core.safe_lengths import safe_sequences
 from inkling_pallas.kernels.schedule import seq_table, split_kv, stream_k
 from inkling_pallas.kernels.schedule.tiling import MAX_COLUMNS, Tiling
 
@@ -248,3 +249,23 @@ def test_a_bias_block_holds_every_distance_of_its_tile_and_is_aligned(group):
         assert tiling.rows * tiling.band_width * 2 % 128 == 0
         assert tiling.band_width % 8 == 0
         assert tiling.band_width <= 256
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_rows_of_sequences_and_cleared_rows_are_all_rows_once(data):
+    """What `clear_unowned_rows` clears by the table, beside the rows of sequences, whatever the offsets hold."""
+    batch, max_q = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([1, 4, 64]))
+    tiling = make_tiling(batch, max_q=max_q)
+    offsets = np.array(data.draw(st.lists(st.integers(-3, 70), min_size=batch + 1, max_size=batch + 1)), np.int32)
+    lengths = Lengths(jnp.full(batch, 9, jnp.int32), jnp.asarray(offsets), None, None)
+    sequences = safe_sequences(tiling.problem, lengths)
+    table = split_kv.table_on_host(sequences, tiling)
+    times = np.zeros(tiling.problem.num_tokens, int)
+    times[int(table.at(5, batch - 1)) :] += 1
+    for b in range(batch):
+        start, q_len = int(table.at(0, b)), int(table.at(1, b))
+        before = int(table.at(5, b - 1)) if b else 0
+        times[start : start + q_len] += 1
+        times[before : start if q_len else before] += 1
+    assert (times == 1).all(), offsets.tolist()

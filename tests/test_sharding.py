@@ -153,3 +153,12 @@ def test_bench_context_explains_bad_options(capsys):
     assert "--devices must be at most" in capsys.readouterr().out
     assert main(["bench-context", "--keys", "64", "--heads", "7", "--kv-heads", "2", "--devices", "1"]) == 2
     assert "num_heads must be a multiple of num_kv_heads = 2; got 7" in capsys.readouterr().out
+
+
+def test_pages_of_nobody_stay_so_where_a_context_is_cut():
+    shards, pages = ip.cut_context([[-1, 2, 5]], [12], num_shards=2, block_size=4)
+    assert shards.block_table[0].tolist() == [[-1, 0]]
+    assert shards.block_table[1].tolist() == [[1, 2]]
+    cache = ip.PagedKVCache.zeros(num_blocks=5, block_size=4, num_kv_heads=1, head_dim=64)
+    with pytest.raises(ValueError, match=r"pages\[1, 2\] must lie in \[0, 5\).*; got 5"):
+        ip.take_pages(cache, pages)

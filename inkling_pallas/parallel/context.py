@@ -100,7 +100,8 @@ def cut_context(
     """Returns the parts of each sequence, equal to one page, and which page of a whole pool each page of a part is.
 
     Args:
-      block_tables: page ids of each sequence in the whole pool, at least ceil(kv_len / block_size).
+      block_tables: page ids of each sequence in the whole pool, at least ceil(kv_len / block_size). A negative one
+        is of no page, such as one freed behind a window, and stays so.
       kv_lens: keys of each sequence.
       num_shards: devices to cut for.
       block_size: tokens of a page.
@@ -137,9 +138,10 @@ def cut_context(
     for shard, b in np.ndindex(*counts.shape):
         count = int(counts[shard, b])
         begin = 1 + int(ends[shard, b]) - count
+        own = np.asarray(block_tables[b][first[shard, b] : first[shard + 1, b]], np.int64)
         table[shard, b, :count] = np.arange(begin, begin + count)
-        own = block_tables[b][first[shard, b] : first[shard + 1, b]]
-        pages[shard, begin : begin + len(own)] = own
+        table[shard, b, : len(own)][own < 0] = -1
+        pages[shard, begin : begin + len(own)] = np.maximum(own, 0)
     shards = ContextShards(
         block_table=table,
         cache_seqlens=np.zeros_like(counts, np.int32),
@@ -158,10 +160,18 @@ def take_pages(cache: PagedKVCache, pages: np.ndarray) -> PagedKVCache:
       cache: the whole pool.
       pages: int32[num_shards, pages of a part's pool] from `cut_context`.
 
+    Raises:
+      ValueError: for a page outside the pool.
+
     Example:
       >>> cache = PagedKVCache.zeros(num_blocks=9, block_size=16, num_kv_heads=1, head_dim=64)
       >>> shards, pages = cut_context([[7, 2, 5, 3]], [50], num_shards=2, block_size=16)
       >>> take_pages(cache, pages).num_blocks
       6
     """
+    wrong = np.argwhere((pages < 0) | (pages >= cache.num_blocks))
+    for place in wrong[:1]:
+        rule = f"lie in [0, {cache.num_blocks}), the pages of the pool"
+        advice = "A table given to `cut_context` names a page that this pool lacks."
+        raise refuse(f"pages[{', '.join(map(str, place))}]", rule, int(pages[tuple(place)]), advice)
     return jax.tree.map(lambda array: jnp.asarray(array)[pages.ravel()], cache)

@@ -180,7 +180,9 @@ def _absent() -> Iterator[Case]:
         shape: dict[str, Any] = {"q_lens": (1, 5, 150, 1), "kv_lens": (700, 300, 700, 2100), "block_size": page}
         name = _name("absent", every, "p", page, "w", window[0])
         yield Case(name=name, kind="page ids", absent=every, window_size=window, rel_extent=512, **shape)
-    yield Case(name="absent_decode", kind="page ids", absent=3, q_lens=(1,) * 3, kv_lens=(700, 50, 4100), num_kv_heads=1)
+    yield Case(
+        name="absent_decode", kind="page ids", absent=3, q_lens=(1,) * 3, kv_lens=(700, 50, 4100), num_kv_heads=1
+    )
 
 
 def _parts() -> Iterator[Case]:

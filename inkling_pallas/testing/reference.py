@@ -195,7 +195,7 @@ def _steps(indices: np.ndarray, scores_per_row: int) -> list[np.ndarray]:
 
 
 def _read_pages(cache: np.ndarray, pages: np.ndarray, present: np.ndarray, low: int) -> np.ndarray:
-    """Returns keys or values from `low` on, whose pages are given, [keys, num_kv_heads, head_dim]; 0 where not present."""
+    """Returns keys or values from `low` on, [keys, num_kv_heads, head_dim], whose pages are given; 0 if absent."""
     place = np.arange(low, low + len(pages)) % cache.shape[1]
     rows = cache[np.where(present, pages, 0), place]
     return np.where(present[:, None, None], rows, np.zeros_like(rows))

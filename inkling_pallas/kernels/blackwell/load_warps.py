@@ -22,7 +22,7 @@ def stream_keys(gmem: Gmem, smem: Smem, bars: Barriers, walk: Walk, tiling: Tens
 
     def copy(count: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
         stage = work_loop.stage_of(count, tiling)
-        pages.note_absent(smem.absent, tiling.note_slot(count), chunks, tiling)
+        pages.note_absent(smem.absent, (0, tiling.note_slot(count)), chunks, tiling)
         pages.fetch_tile(gmem.key, chunks, smem.k.at[stage], bars.k_ready.at[stage], head, tiling, values=False)
 
     _stream_cache(gmem.block_table, bars.k_free, copy, walk, tiling)

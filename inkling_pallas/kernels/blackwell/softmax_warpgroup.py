@@ -131,7 +131,7 @@ def _weigh_tile(
         scores = scores * tiling.problem.softmax_scale
     if biased:
         scores = scores + _read_bias(smem, bars, work, t, tiling)
-    absent = pages.absent_chunks(smem.absent, tiling.note_slot(work.count(t)), tiling)
+    absent = pages.absent_chunks(smem.absent, (0, tiling.note_slot(work.count(t))), tiling)
     scores = lax.cond(absent != 0, lambda: _mask_absent(scores, absent, tiling), lambda: scores)
     scores = _mask(scores, work.rows, t, left, right, tiling)
     reference, decay, weights = softmax.weigh_rows_lazily(state.reference_log2, scores, tiling.problem.dtype)

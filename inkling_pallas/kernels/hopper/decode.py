@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.core.integers import div, rem
 from inkling_pallas.kernels import mosaic
-from inkling_pallas.kernels.hopper import decode_cluster
+from inkling_pallas.kernels.hopper import decode_cluster, decode_scratch
 from inkling_pallas.kernels.hopper.decode_scratch import Barriers, Results, Smem
 from inkling_pallas.kernels.phases import bias, epilogue, pages, softmax
 from inkling_pallas.kernels.phases.operands import Gmem
@@ -82,7 +82,7 @@ def _copy_pieces(gmem: Gmem, smem: Smem, bars: Barriers, cta: jax.Array, tiling:
         # Page ids are asked for before a slot is free, so that they are there when it is.
         chunks = pages.find_chunks(gmem.block_table, piece, tile, tiling)
         wait_until_free(bars.k_free, place)
-        pages.note_absent(smem.absent, slot, chunks, tiling)
+        pages.note_absent(smem.table, decode_scratch.note_at(slot, tiling), chunks, tiling)
         pages.fetch_tile(gmem.key, chunks, smem.k.at[slot], bars.k_ready.at[slot], head, tiling, values=False)
 
         @pl.when(tile >= _first_biased(piece, tiling))
@@ -189,7 +189,7 @@ def _scores(
         return bias.read_tile(smem.band.at[slot], piece, tile, tiling)
 
     plgpu.barrier_wait(bars.k_ready.at[slot])
-    absent = pages.absent_chunks(smem.absent, slot, tiling)
+    absent = pages.absent_chunks(smem.table, decode_scratch.note_at(slot, tiling), tiling)
     products, tile_bias = mosaic.matmul(
         smem.k.at[slot], smem.q.T, rows=tiling.block_kv, columns=tiling.columns, meanwhile=read_bias
     )

@@ -62,7 +62,7 @@ def _copy(gmem: Gmem, smem: Smem, bars: Barriers, place: Place, tiling: RowTilin
     """Runs one warp each for K, V, the bias and q. Arrives on every *_ready, waits on every *_free."""
 
     def copy_keys(slot: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:
-        pages.note_absent(smem.absent, slot, chunks, tiling)
+        pages.note_absent(smem.absent, (0, slot), chunks, tiling)
         pages.fetch_tile(gmem.key, chunks, smem.k.at[slot], bars.k_ready.at[slot], head, tiling, values=False)
 
     def copy_values(slot: jax.Array, head: jax.Array, chunks: pages.Chunks) -> None:

@@ -127,7 +127,7 @@ def _scores(
     Waits on band_ready, arrives on band_free and k_free.
     """
     stage = work.stage(t, tiling)
-    absent = pages.absent_chunks(smem.absent, stage, tiling)
+    absent = pages.absent_chunks(smem.absent, (0, stage), tiling)
 
     def meanwhile() -> jax.Array | None:
         pass_turn(work, tiling)

@@ -56,7 +56,7 @@ def _first_step(
     """Returns the weights of the first KV tile, whatever its band. Takes a turn for its scores."""
     stage = work.stage(bands.first, tiling)
     plgpu.barrier_wait(bars.k_ready.at[stage])
-    absent = pages.absent_chunks(smem.absent, stage, tiling)
+    absent = pages.absent_chunks(smem.absent, (0, stage), tiling)
     pl.when(work.warpgroup == 1)(lambda: prefill_mainloop.take_turn(work, tiling))
     scores, _ = wgmma_rows.scores_of(
         queries,
@@ -111,7 +111,7 @@ def _step(
     """
     state, stage, before = ahead.state, work.stage(t, tiling), work.stage(t - 1, tiling)
     plgpu.barrier_wait(bars.k_ready.at[stage])
-    absent = pages.absent_chunks(smem.absent, stage, tiling)
+    absent = pages.absent_chunks(smem.absent, (0, stage), tiling)
     plgpu.barrier_wait(bars.v_ready.at[before])
     if biased:  # No row of the tiles before those is dead.
         prefill_mainloop.clear_dead_keys(smem, bars, work, t - 1, tiling)

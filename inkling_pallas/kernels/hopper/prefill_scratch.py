@@ -5,8 +5,8 @@ must have let a stage go.
 
 | barrier | arrives | waits | guards |
 |---|---|---|---|
-| k_ready, k_free [stage] | copies of K; both warpgroups, in a cluster of all its CTAs | both; warp 0 | smem.k[stage], .absent[stage] |
-| v_ready, v_free [stage] | copies of V; both warpgroups, in a cluster of all its CTAs | both; warp 1 | smem.v[stage] |
+| k_ready, k_free [stage] | copies of K; both warpgroups, in a cluster of all CTAs | both; warp 0 | .k, .absent |
+| v_ready, v_free [stage] | copies of V; both warpgroups, in a cluster of all CTAs | both; warp 1 | smem.v[stage] |
 | v_clear [stage] | warpgroup 0, only in tiles that it clears | warpgroup 1 | smem.v[stage] |
 | band_ready, band_free [slot, w] | copy of rel_logits or q; warpgroup w | warpgroup w; warp 2 | smem.band[slot, w] |
 | q_ready, q_free [w] | copy of q; warpgroup w | warpgroup w; warp 3 | smem.q[w], where q has its own buffer |

@@ -13,6 +13,8 @@ from inkling_pallas.kernels.schedule import split_kv
 from inkling_pallas.kernels.schedule.split_kv import Piece
 from inkling_pallas.kernels.schedule.tiling import Tiling
 
+# Row and column of a word in shared memory.
+Place = tuple[Any, Any]
 # Where parts of a KV tile lie: (page, chunk of the page) each.
 Chunks = list[tuple[jax.Array, jax.Array]]
 
@@ -55,25 +57,23 @@ def find_chunks(block_table: Any, piece: Piece, tile: jax.Array, tiling: Tiling)
     return [(page, rem(chunk, chunks_per_page)) for page, chunk in zip(pages, chunks, strict=True)]
 
 
-def note_absent(notes_smem: Any, slot: jax.Array, chunks: Chunks, tiling: Tiling) -> None:
-    """Leaves which chunks of a tile have a page id outside the pool, bit i for chunk i; for one warp.
+def note_absent(notes_smem: Any, place: Place, chunks: Chunks, tiling: Tiling) -> None:
+    """Leaves which chunks of a tile have a page id outside the pool, bit i for chunk i (at most 16); for one warp.
 
     Whoever waits for the copies of the same warp reads it after them.
     """
     bits = [jnp.where(_is_page(page, tiling), 0, 1 << i).astype(jnp.int32) for i, (page, _) in enumerate(chunks)]
-    mosaic.write_word(notes_smem, 0, slot, functools.reduce(jnp.bitwise_or, bits), interpret=tiling.interpret)
+    mosaic.write_word(notes_smem, *place, functools.reduce(jnp.bitwise_or, bits), interpret=tiling.interpret)
 
 
 def notes_type(tiling: Tiling, slots: int) -> Any:
     """Returns the notes of some slots as a scratch type."""
-    if tiling.block_kv // tiling.chunk > 31:
-        raise AssertionError(f"a tile has {tiling.block_kv // tiling.chunk} chunks; a note has 31 bits.")
     return plgpu.SMEM((1, slots), jnp.int32)
 
 
-def absent_chunks(notes_smem: Any, slot: jax.Array, tiling: Tiling) -> jax.Array:
+def absent_chunks(notes_smem: Any, place: Place, tiling: Tiling) -> jax.Array:
     """Returns the note of a tile, int32."""
-    return mosaic.read_word(notes_smem, 0, slot, interpret=tiling.interpret)
+    return mosaic.read_word(notes_smem, *place, interpret=tiling.interpret)
 
 
 def _is_page(page: jax.Array, tiling: Tiling) -> jax.Array:

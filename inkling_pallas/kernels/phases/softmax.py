@@ -14,7 +14,7 @@ from jax import lax
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# By how much weights may exceed 1, log2: in float16, whose smallest number is 2**-24, as much as it holds, so that a key
+# By how much weights may exceed 1, log2. In float16, whose smallest number is 2**-24, that is as much as fits: a key
 # far below the largest keeps its share.
 _HEADROOM_LOG2 = {"bfloat16": 0.0, "float16": 14.0}
 # The same where the reference follows the largest score lazily, and how far that may be ahead, log2.
@@ -111,9 +111,7 @@ def along_rows(x: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (*x.shape, width), (0,))
 
 
-def raise_reference(
-    reference_log2: jax.Array, scores: jax.Array, dtype: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def raise_reference(reference_log2: jax.Array, scores: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, the same finite, and what earlier weights are multiplied by.
 
     The last is exactly 1 in rows whose largest score has not grown much.

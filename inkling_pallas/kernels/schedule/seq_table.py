@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from inkling_pallas.core.integers import div, rem
 from inkling_pallas.core.problem import Lengths, Sequences
 from inkling_pallas.core.safe_lengths import Rows, safe_end, safe_sequence
 from inkling_pallas.kernels import mosaic
@@ -55,9 +56,18 @@ class Table(NamedTuple):
         return found
 
 
-def smem_type(tiling: Tiling) -> Any:
-    """Returns the table as a scratch type."""
-    return plgpu.SMEM((ROWS, tiling.problem.batch_size), jnp.int32)
+def smem_type(tiling: Tiling, words: int = 0) -> Any:
+    """Returns the table as a scratch type, with so many more words: a buffer of their own would take 1 KiB."""
+    batch = tiling.problem.batch_size
+    return plgpu.SMEM((ROWS + -(-words // batch), batch), jnp.int32)
+
+
+def word_at(index: jax.Array, words: int, tiling: Tiling) -> tuple[Any, Any]:
+    """Returns the row and column of a word after the table."""
+    batch = tiling.problem.batch_size
+    if batch >= words:
+        return ROWS, index
+    return ROWS + div(index, batch), rem(index, batch)
 
 
 def smem_bytes(tiling: Tiling) -> int:

@@ -59,6 +59,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid} is marked small and {', '.join(other)}: no jax would run it")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts what XLA optimizes first: each change drops all that was compiled."""
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, _OPTIMIZED)))
+
+
 def _let_xla_optimize(wanted: bool) -> None:
     """Sets it for what is compiled from now on: jit does not look at it, so what was compiled otherwise goes."""
     if jax.config.read("jax_disable_most_optimizations") == wanted:

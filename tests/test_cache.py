@@ -14,12 +14,11 @@ import pytest
 import inkling_pallas as ip
 from inkling_pallas.core import cache_layouts
 from inkling_pallas.core.cache_layouts import LAYOUTS
-from inkling_pallas.core.dispatch import BACKENDS
 from inkling_pallas.testing import assert_rows_close
 from inkling_pallas.testing.cache_cases import in_layout
 from inkling_pallas.testing.cases import Case, build
 from inkling_pallas.testing.catalog import small_cases
-from inkling_pallas.testing.judge import interpreted, judge
+from inkling_pallas.testing.judge import judge
 
 COMBINED = ("packed", "interleaved")
 CASE = Case(name="layouts", kind="chunked prefill", q_lens=(11, 5), kv_lens=(200, 75), padding_rows=3)
@@ -124,19 +123,6 @@ def test_layers_can_be_stacked_and_scanned(layout):
     _, scanned = jax.lax.scan(lambda carry, cache: (carry, attend(cache)), None, stacked)
     np.testing.assert_array_equal(np.asarray(scanned), np.stack([one, one]))
     assert_rows_close(jax.vmap(attend)(stacked), np.stack([one, one]))
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize("layout", COMBINED)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_reads_a_layout_or_says_that_it_does_not(backend, layout):
-    operator = ip.inkling_rel_attention if backend == "portable" else interpreted(ip.inkling_rel_attention)
-    case = Case(name="read", kind="decode", q_lens=(1,), kv_lens=(300,), num_kv_heads=1, layout=layout)
-    try:
-        failure = judge(case, operator, backend=backend).failure
-    except NotImplementedError as refusal:
-        failure = "" if "layout" in str(refusal) else str(refusal)
-    assert failure == ""
 
 
 def large_ops(compiled: Any, elements: int) -> list[str]:

@@ -18,7 +18,13 @@ _SPIKES = {
 }
 
 
+# Portable does not read num_splits, and walks batches of 500 alike for any number of heads.
+_ALIKE = {"chunk_6_splits1", "chunk_6_splits2", "mixed_500_64_8", "mixed_500_64_16"}
+
+
 def _is_run(case: Case) -> bool:
+    if case.name in _ALIKE:
+        return False
     if case.kind == "spike probe":
         return case.spike in _SPIKES[case.kv_lens[0]]
     return case.kind != "head_dim" or case.head_dim in _HEAD_DIMS
@@ -69,7 +75,7 @@ def test_what_is_run_has_each_remainder_of_head_dim_and_each_distance_of_a_spike
     assert {min(head_dims), max(head_dims)} < _HEAD_DIMS < head_dims
     assert {head_dim % 64 for head_dim in _HEAD_DIMS} == {head_dim % 64 for head_dim in head_dims}
     assert set().union(*_SPIKES.values()) == {case.spike for case in every if case.kind == "spike probe"}
-    assert len(every) - len(FULL_CASES) == (31 - 10) + (42 - 20)
+    assert len(every) - len(FULL_CASES) == (31 - 10) + (42 - 20) + len(_ALIKE)
 
 
 def test_each_kind_has_both_forms_and_names_are_unique():

@@ -84,7 +84,7 @@ def inkling_rel_attention(
       window_size: static (left, right) in keys, -1 for unlimited. A left window keeps dist = left.
       rel_extent: static; distances that have a bias.
       rel_logits: [num_tokens, num_heads, rel_extent] in the dtype of q; or `ShearedLogits` made with these lengths. A
-        logit below -2.3e38, float32's lowest over log2(e), counts as masked in the kernels.
+        logit below -1e30 may count as masked in the kernels.
       kv_offset: int32[batch]; position of the first key of the table, for a part of a sequence. Default 0.
       total_seqlens: int32[batch]; length of the whole sequence. Default kv_offset + cache_seqlens.
       plan: from `plan_batch`, shared by the layers of a kind; its lengths are then the ones used.

@@ -5,7 +5,7 @@ import pytest
 from inkling_pallas.testing import catalog, judge, promises
 from inkling_pallas.testing.cases import Case
 
-# Rows that see a single key give its value, and those that see none 0, whatever the bias: no probe can have a margin there.
+# Rows that see one key give its value, and those without any 0, whatever the bias: no probe can have a margin there.
 _NO_MARGIN = {"zero_keys", "zero_padding", "absent_1_p_16_w_511"}
 
 # What `check --full` has and is too long for here: other head_dims, of which each remainder by 64 stays, and spikes

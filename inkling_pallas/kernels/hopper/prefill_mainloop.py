@@ -63,9 +63,8 @@ def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> so
         right: bool = False,
     ) -> softmax.RowState:
         def step(t: jax.Array, state: softmax.RowState) -> softmax.RowState:
-            scores, absent = _scores(smem, bars, queries, work, t, biased, tiling)
-            scores = mask(scores, absent, work.rows, t, left, right, tiling)
-            return _absorb(smem, bars, state, scores, work, t, tiling)
+            scores = _scores(smem, bars, queries, work, t, biased, tiling)
+            return _absorb(smem, bars, state, mask(scores, work.rows, t, left, right, tiling), work, t, tiling)
 
         return lax.fori_loop(begin, end, step, state)
 
@@ -121,8 +120,8 @@ def read_queries(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> j
 
 def _scores(
     smem: Smem, bars: Barriers, queries: jax.Array, work: Work, t: jax.Array, biased: bool, tiling: RowTiling
-) -> tuple[jax.Array, jax.Array]:
-    """Returns scores in natural units, [64, block_kv], and absent chunks, after passing the turn. K has landed.
+) -> jax.Array:
+    """Returns scores in natural units, [64, block_kv], after passing the turn. K has landed.
 
     Waits on band_ready, arrives on band_free and k_free.
     """
@@ -139,7 +138,8 @@ def _scores(
     plgpu.barrier_arrive(bars.k_free.at[stage])
     if not tiling.scales_queries:
         scores = scores * tiling.problem.softmax_scale
-    return scores if tile_bias is None else scores + tile_bias, absent
+    scores = drop_absent(scores, absent, tiling)
+    return scores if tile_bias is None else scores + tile_bias
 
 
 def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowTiling) -> jax.Array:
@@ -154,15 +154,17 @@ def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowT
     return values.astype(jnp.float32)
 
 
-def mask(
-    scores: jax.Array, absent: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: RowTiling
-) -> jax.Array:
-    """Returns the scores with -inf at keys of absent chunks, and on the sides asked for at those a row does not see."""
+def drop_absent(scores: jax.Array, absent: jax.Array, tiling: RowTiling) -> jax.Array:
+    """Returns scores before their bias with `softmax.ABSENT` at keys of absent chunks."""
 
     def drop(scores: jax.Array) -> jax.Array:
-        return wgmma_rows.drop_chunks(scores, absent, tiling.chunk, interpret=tiling.interpret)
+        return wgmma_rows.drop_chunks(scores, absent, tiling.chunk, softmax.ABSENT, interpret=tiling.interpret)
 
-    scores = lax.cond(absent != 0, drop, lambda scores: scores, scores)
+    return lax.cond(absent != 0, drop, lambda scores: scores, scores)
+
+
+def mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: RowTiling) -> jax.Array:
+    """Returns the scores with -inf at keys that a row does not see, on the sides asked for."""
     if not left and not right:
         return scores
     position = piece.first_pos + tiling.token_of(mosaic.iota((ROWS,), 0, mosaic.WGMMA_ROWS))

@@ -14,6 +14,10 @@ from jax import lax
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+# The score of keys that are on no page, where tiles' rows are query rows: far under any other, yet finite, so that a
+# row which has seen nothing else needs no care; their values are zeros. A power of two, whose product with log2(e) is
+# exact: a fused multiply and subtract of two such leaves nothing.
+ABSENT = -(2.0**100)
 # By how much weights may exceed 1, log2. In float16, whose smallest number is 2**-24, that is as much as fits: a key
 # far below the largest keeps its share.
 _HEADROOM_LOG2 = {"bfloat16": 0.0, "float16": 14.0}
@@ -111,7 +115,9 @@ def along_rows(x: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (*x.shape, width), (0,))
 
 
-def raise_reference(reference_log2: jax.Array, scores: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def raise_reference(
+    reference_log2: jax.Array, scores: jax.Array, dtype: str, masked: bool = True
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, the same finite, and what earlier weights are multiplied by.
 
     The last is exactly 1 in rows whose largest score has not grown much.
@@ -120,13 +126,14 @@ def raise_reference(reference_log2: jax.Array, scores: jax.Array, dtype: str) ->
       reference_log2: float32[rows], before the tile; -inf before any key.
       scores: float32[rows, keys] in natural units.
       dtype: what the weights will be of.
+      masked: whether scores may be -inf; else the reference is finite as it is.
     """
     headroom, slack = _LAZY_LOG2[dtype]
     top = scores.max(axis=1) * LOG2_E
     if headroom:
         top = top - headroom
     after = jnp.where(top > reference_log2 + slack, top, reference_log2)
-    reference = finite(after)
+    reference = finite(after) if masked else after
     decay = jnp.where(after == reference_log2, jnp.ones_like(top), jnp.exp2(reference_log2 - reference))
     return after, reference, decay
 
@@ -144,7 +151,7 @@ def add_weights(sums: jax.Array, decay: jax.Array, weights: jax.Array) -> jax.Ar
 
 
 def weigh_rows_lazily(
-    reference_log2: jax.Array, scores: jax.Array, dtype: str
+    reference_log2: jax.Array, scores: jax.Array, dtype: str, masked: bool = True
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, what earlier ones are multiplied by, and the tile's own."""
     after, reference, decay = raise_reference(reference_log2, scores, dtype)
@@ -162,10 +169,10 @@ def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
 
 def scale_and_lse(weight: jax.Array, reference_log2: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns what the sums of some rows are to be multiplied by, and their log-sum-exp in log2 units."""
-    live = weight > 0.0
+    live = (weight > 0.0) & (reference_log2 > ABSENT)
     divisor = jnp.where(live, weight, jnp.ones_like(weight))
     lse_log2 = jnp.where(live, reference_log2 + jnp.log2(divisor), jnp.full_like(divisor, -jnp.inf))
-    return 1.0 / divisor, lse_log2
+    return jnp.where(live, 1.0 / divisor, jnp.zeros_like(divisor)), lse_log2
 
 
 class Merged(NamedTuple):

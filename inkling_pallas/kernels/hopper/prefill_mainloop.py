@@ -126,13 +126,13 @@ def _scores(
     Waits on band_ready, arrives on band_free and k_free.
     """
     stage = work.stage(t, tiling)
-    absent = pages.absent_chunks(smem.absent, (0, stage), tiling)
 
-    def meanwhile() -> jax.Array | None:
+    def meanwhile() -> tuple[jax.Array, jax.Array | None]:
         pass_turn(work, tiling)
-        return read_bias(smem, bars, work, t, tiling) if biased else None
+        absent = pages.absent_chunks(smem.absent, (0, stage), tiling)
+        return absent, read_bias(smem, bars, work, t, tiling) if biased else None
 
-    scores, tile_bias = wgmma_rows.scores_of(
+    scores, (absent, tile_bias) = wgmma_rows.scores_of(
         queries, smem.k.at[stage], start=None, meanwhile=meanwhile, interpret=tiling.interpret
     )
     plgpu.barrier_arrive(bars.k_free.at[stage])

@@ -120,13 +120,16 @@ def _step(
     """
     state, stage, before = ahead.state, work.stage(t, tiling), work.stage(t - 1, tiling)
     plgpu.barrier_wait(bars.k_ready.at[stage])
-    absent = pages.absent_chunks(smem.absent, (0, stage), tiling)
     plgpu.barrier_wait(bars.v_ready.at[before])
     if biased:  # No row of the tiles before those is dead.
         prefill_mainloop.clear_dead_keys(smem, bars, work, t - 1, tiling)
     prefill_mainloop.take_turn(work, tiling)
 
-    def absorb(scores: jax.Array) -> tuple[jax.Array, ...]:
+    def issued() -> jax.Array:
+        prefill_mainloop.pass_turn(work, tiling)
+        return pages.absent_chunks(smem.absent, (0, stage), tiling)
+
+    def absorb(scores: jax.Array, absent: jax.Array) -> tuple[jax.Array, ...]:
         plgpu.barrier_arrive(bars.k_free.at[stage])
         scores = _finish_scores(smem, bars, scores, absent, work, t, tiling, biased=biased)
         scores = prefill_mainloop.mask(scores, work.rows, t, left, right, tiling)
@@ -142,7 +145,7 @@ def _step(
         state.acc,
         ahead.weights,
         smem.v.at[before],
-        issued=lambda: prefill_mainloop.pass_turn(work, tiling),
+        issued=issued,
         absorb=absorb,
         interpret=tiling.interpret,
     )

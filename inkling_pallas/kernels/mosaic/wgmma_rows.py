@@ -97,11 +97,11 @@ def both_products(
     weights: jax.Array,
     values: Any,
     *,
-    issued: Callable[[], None],
-    absorb: Callable[[jax.Array], Any],
+    issued: Callable[[], Any],
+    absorb: Callable[[jax.Array, Any], Any],
     interpret: bool,
 ) -> tuple[jax.Array, Any]:
-    """Returns acc + weights @ values and absorb(x @ keys.T), which runs while the former product does.
+    """Returns acc + weights @ values and absorb(x @ keys.T, issued()), which runs while the former product does.
 
     Args:
       x: 16-bit[64, head_dim] in the WGMMA layout.
@@ -110,23 +110,23 @@ def both_products(
       weights: 16-bit[64, keys] in the WGMMA layout.
       values: [keys, head_dim] in SMEM, a matrix operand.
       issued: runs after both products were issued.
-      absorb: takes float32[64, keys] once they are there; returns register arrays. What is not to delay the end of the
-        second product is left for after it.
+      absorb: takes float32[64, keys] once they are there, and what `issued` gave; returns register arrays. What is not
+        to delay the end of the second product is left for after it.
       interpret: use the twin.
     """
     if interpret:
         scores = _product(x, keys, transposed=True)
-        issued()
-        return acc + _product(weights, values, transposed=False), absorb(scores)
+        noted = issued()
+        return acc + _product(weights, values, transposed=False), absorb(scores, noted)
 
     def multiply(scores_ref: Any, acc_ref: Any) -> tuple[jax.Array, Any]:
         acc_ref[...] = acc
         plgpu.wgmma(scores_ref, x, keys.T)
         plgpu.wgmma(acc_ref, weights, values)
-        issued()
+        noted = issued()
         # Arithmetic on the scores may not rise above the wait for them, nor sink below that for the other product.
         scores = lax.optimization_barrier(_PLGPU.wgmma_accumulator_load(scores_ref, wait_n=1))
-        absorbed = lax.optimization_barrier(absorb(scores))
+        absorbed = lax.optimization_barrier(absorb(scores, noted))
         return acc_ref[...], absorbed
 
     types = [_PLGPU.ACC(shape, jnp.float32) for shape in ((x.shape[0], keys.shape[0]), acc.shape)]

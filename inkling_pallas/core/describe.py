@@ -39,9 +39,9 @@ def dtype_name(array: Any) -> str:
         return str(array.dtype)
 
 
-def one_line_repr(node: Any) -> str:
+def one_line_repr(self: Any) -> str:
     """Returns the repr of a dataclass; as `__repr__` of a pytree it reads no array."""
-    return _with_fields(node, [field.name for field in dataclasses.fields(node)])
+    return _with_fields(self, [field.name for field in dataclasses.fields(self)])
 
 
 def _with_fields(node: Any, names: Any) -> str:

@@ -226,7 +226,18 @@ def test_refused_with_the_value_the_rule_and_what_to_do(what):
 
 @pytest.mark.parametrize("backend", ["portable", "hopper"])
 def test_any_bound_of_splits_is_taken(backend):
-    assert attend(num_splits=2**31, backend=backend).shape == (5, 8, 64)
+    arrays = {
+        "q": shape(32, 8, 64),
+        "rel_logits": shape(32, 8, 8),
+        "key_cache": shape(99, 16, 2, 64),
+        "value_cache": shape(99, 16, 2, 64),
+        "block_table": shape(32, 99, dtype=jnp.int32),
+        "cache_seqlens": shape(32, dtype=jnp.int32),
+        "cu_seqlens_q": shape(33, dtype=jnp.int32),
+    }
+    static = {**CALL, "max_seqlen_q": 1, "num_splits": 2**32, "backend": backend}
+    result = jax.eval_shape(lambda arrays: ip.inkling_rel_attention(**{**static, **arrays}), arrays)
+    assert result.shape == (32, 8, 64)
 
 
 NEW_ROWS: Any = (jnp.ones((2, 1, 64), jnp.bfloat16),) * 2 + (jnp.zeros(2, jnp.int32),)

@@ -17,8 +17,8 @@ def describe(value: Any) -> str:
         return f"{dtype_name(value)}[{','.join(map(str, value.shape))}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return one_line_repr(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _with_fields(value, value._fields)
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", ())):
+        return _with_fields(value, names)
     if isinstance(value, list | tuple):
         inner = ", ".join(map(describe, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"

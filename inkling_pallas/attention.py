@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.core.card_only import for_card
 from inkling_pallas.core.checked_call import BatchPlan, check_call, planned_problem
 from inkling_pallas.core.devices import default_device, device_capability
 from inkling_pallas.core.dispatch import (
@@ -246,6 +247,7 @@ def _jitted_plan(problem: Problem, choice: Choice, interpret: bool, lengths: Len
     """Returns what depends on lengths alone."""
     if problem.is_empty:
         return ()
+    lengths = lengths._replace(cache_seqlens=for_card(lengths.cache_seqlens, choice.backend, interpret))
     with jax.named_scope("inkling_plan_batch"):
         return load_backend(choice.backend).plan(problem, choice.config, lengths, interpret)
 
@@ -261,6 +263,7 @@ def _jitted_operator(
         rows = (problem.num_tokens, problem.num_heads)
         lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
         return jnp.zeros((*rows, problem.head_dim), problem.out_dtype), lse
+    operands = operands._replace(q=for_card(operands.q, backend, interpret))
     choice = Choice(backend=backend, config=config)
     work = _jitted_plan(problem, choice, interpret, lengths) if plan is None else plan.work
     with jax.named_scope(f"inkling_rel_attention_{backend}"):

@@ -9,9 +9,10 @@ import jax.core
 import jax.numpy as jnp
 
 from inkling_pallas.core import cache_layouts
+from inkling_pallas.core.card_only import for_card
 from inkling_pallas.core.devices import Card, default_device
 from inkling_pallas.core.dispatch import kernels_of, known_backend, load_backend, require_device, usual_card
-from inkling_pallas.core.errors import int32_array, refuse, require_array, static_bool
+from inkling_pallas.core.errors import int32_array, refuse, require_array, require_plain, static_bool
 from inkling_pallas.core.integers import div, rem
 from inkling_pallas.core.paged_cache import PagedKVCache
 
@@ -61,6 +62,8 @@ def write_kv(
     if not isinstance(cache, PagedKVCache):
         advice = "Wrap raw arrays: PagedKVCache.separate(keys, values), .packed(array) or .interleaved(array)."
         raise refuse("cache", "be a PagedKVCache", type(cache).__name__, advice)
+    for name, array in (("k", k), ("v", v), ("slots", slots)):
+        require_plain(name, array)
     shape = ("num_tokens", cache.num_kv_heads, cache.head_dim)
     require_array("k", k, shape, cache.dtype.name, "kv heads, head_dim and dtype are those of the cache.")
     require_array("v", v, tuple(k.shape), cache.dtype.name, "It is an array like k.")
@@ -120,7 +123,7 @@ def _jitted_write(
     """Runs the chosen backend. jitted, so that a kernel is traced and compiled once."""
     with jax.named_scope("inkling_write_kv"):
         if backend == "hopper":
-            kernel = load_backend("write_kv")
+            kernel, k = load_backend("write_kv"), for_card(k, backend, interpret)
             return kernel.write(kernel.describe(arrays, layout, len(k), card), arrays, k, v, slots, interpret)
         return _scatter(layout, arrays, k, v, slots)
 

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.core.card_only import for_card
 from inkling_pallas.core.devices import default_device
 from inkling_pallas.core.dispatch import kernels_of, load_backend, require_threads, usual_card
-from inkling_pallas.core.errors import FLOAT_DTYPES, int32_array, refuse, require_array, static_bool
+from inkling_pallas.core.errors import FLOAT_DTYPES, int32_array, refuse, require_array, require_plain, static_bool
 from inkling_pallas.core.problem import Lengths
 from inkling_pallas.core.safe_lengths import shifts_of_rows
 from inkling_pallas.core.sheared_layout import ShearedLogits, shear_rows
@@ -36,6 +37,9 @@ def relative_logits(r: jax.Array, proj: jax.Array, tau: jax.Array | None = None)
       >>> relative_logits(jnp.ones((5, 8, 16)), jnp.ones((16, 1024))).shape
       (5, 8, 1024)
     """
+    require_plain("r", r)
+    require_plain("proj", proj)
+    require_plain("tau", tau)
     if r.ndim != 3 or proj.ndim != 2 or proj.shape[0] != r.shape[2]:
         raise refuse(
             "proj",
@@ -77,6 +81,7 @@ def log_scaling(positions: jax.Array, n_floor: int = 128_000, alpha: float = 0.1
       >>> [round(float(x), 5) for x in log_scaling(jnp.array([127_999, 999_999]))]
       [1.0, 1.20557]
     """
+    require_plain("positions", positions)
     reach = (positions.astype(jnp.float32) + 1.0) / jnp.float32(n_floor)
     return 1.0 + jnp.float32(alpha) * jnp.log(jnp.maximum(reach, 1.0))
 
@@ -117,6 +122,7 @@ def shear(
       ((3, 2, 24), [6, 7, 0])
     """
     advice = "It is a plain table, from relative_logits()."
+    require_plain("rel_logits", rel_logits)
     require_array("rel_logits", rel_logits, ("num_tokens", "num_heads", "rel_extent"), _float_of(rel_logits), advice)
     num_tokens, _, rel_extent = rel_logits.shape
     lengths = Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens)
@@ -126,7 +132,7 @@ def shear(
         if kernel is None:
             table = shear_rows(rel_logits, shifts)
         else:
-            table = kernel.shear(rel_logits, shifts, interpret, usual_card("hopper"))
+            table = kernel.shear(for_card(rel_logits, "hopper", interpret), shifts, interpret, usual_card("hopper"))
     return ShearedLogits(table=table, shifts=shifts, rel_extent=rel_extent)
 
 
@@ -171,6 +177,8 @@ def sheared_relative_logits(
       >>> sheared.table.shape
       (3, 2, 72)
     """
+    for name, array in (("r", r), ("proj", proj), ("tau", tau)):
+        require_plain(name, array)
     table = jax.eval_shape(relative_logits, r, proj, tau)
     num_tokens, _, rel_extent = table.shape
     shifts = _shifts(Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens), num_tokens, rel_extent)
@@ -179,7 +187,9 @@ def sheared_relative_logits(
         if kernel is None:
             sheared = shear_rows(relative_logits(r, proj, tau), shifts)
         else:
-            sheared = kernel.project(r, proj, tau, shifts, interpret, usual_card("hopper"))
+            sheared = kernel.project(
+                for_card(r, "hopper", interpret), proj, tau, shifts, interpret, usual_card("hopper")
+            )
     return ShearedLogits(table=sheared, shifts=shifts, rel_extent=rel_extent)
 
 
@@ -191,6 +201,8 @@ def _float_of(array: Any) -> str:
 
 def _shifts(lengths: Lengths, num_tokens: int, rel_extent: int) -> jax.Array:
     """Returns the shift of each row after checking the forms of the lengths."""
+    for name, array in zip(Lengths._fields, lengths, strict=True):
+        require_plain(name, array)
     lengths = Lengths(*map(int32_array, Lengths._fields, lengths))
     batch = lengths.cache_seqlens.shape[0]
     for name, array in zip(Lengths._fields, lengths, strict=True):

@@ -29,15 +29,15 @@ def _array(name, shape=None, dtype=None):
 _REFUSED = {
     "max_seqlen_q zero": (
         {"max_seqlen_q": 0},
-        "max_seqlen_q must be a static int >= 1; got 0. Pass a Python int; under jax.jit name the argument in static_argnames.",
+        "max_seqlen_q must be a static int >= 1; got 0. Pass a Python int in that range.",
     ),
     "max_seqlen_q float": (
         {"max_seqlen_q": 2.0},
-        "max_seqlen_q must be a static int >= 1; got 2.0. Pass a Python int; under jax.jit name the argument in static_argnames.",
+        "max_seqlen_q must be a static int >= 1; got 2.0. Pass a Python int in that range.",
     ),
     "max_seqlen_q bool": (
         {"max_seqlen_q": True},
-        "max_seqlen_q must be a static int >= 1; got True. Pass a Python int; under jax.jit name the argument in static_argnames.",
+        "max_seqlen_q must be a static int >= 1; got True. Pass a Python int in that range.",
     ),
     "rel_extent": (
         {"rel_extent": 9},
@@ -45,11 +45,11 @@ _REFUSED = {
     ),
     "rel_extent zero": (
         {"rel_extent": 0},
-        "rel_extent must be a static int >= 1; got 0. Pass a Python int; under jax.jit name the argument in static_argnames.",
+        "rel_extent must be a static int >= 1; got 0. Pass a Python int in that range.",
     ),
     "num_splits": (
         {"num_splits": 0},
-        "num_splits must be a static int >= 1; got 0. Pass a Python int; under jax.jit name the argument in static_argnames.",
+        "num_splits must be a static int >= 1; got 0. Pass a Python int in that range.",
     ),
     "softmax_scale": (
         {"softmax_scale": float("nan")},
@@ -84,19 +84,19 @@ _REFUSED = {
     ),
     "q dtype": (
         {"q": _array("q", dtype=jnp.int32)},
-        "q must be an array of bfloat16, float16 or float32; got int32. Cast it with .astype().",
+        "q must be an array of bfloat16, float16, float32; got int32. Cast it with .astype().",
     ),
     "q list": (
         {"q": [[1.0]]},
-        "q must be an array of bfloat16, float16 or float32; got list. Cast it with .astype().",
+        "q must be a jax.Array or a NumPy array; got list. Convert it with jnp.asarray, or a torch tensor with jnp.from_dlpack.",
     ),
     "key_cache rank": (
         {"key_cache": _array("key_cache", (4, 16, 64))},
-        "key_cache must have shape (num_blocks, block_size, num_kv_heads, 64); got (4, 16, 64). head_dim and dtype are those of q.",
+        "key_cache must have shape (num_blocks, block_size, num_kv_heads, 64); got (4, 16, 64). head_dim is that of q.",
     ),
     "key_cache dtype": (
         {"key_cache": _array("key_cache", dtype=jnp.float16)},
-        "key_cache must have dtype bfloat16; got float16. head_dim and dtype are those of q.",
+        "q must have the dtype of key_cache, float16; got bfloat16. Cast it: q.astype(key_cache.dtype).",
     ),
     "value_cache": (
         {"value_cache": _array("value_cache", (9, 16, 1, 64))},
@@ -187,7 +187,8 @@ def test_an_unknown_backend_names_those_there_are():
         ),
         (
             "softmax_scale",
-            "softmax_scale must be a finite static float; got a traced array. Inkling uses 1 / head_dim; there is no default.",
+            "softmax_scale must be a finite static float; got a traced array. "
+            "Pass a Python float; under jax.jit name the argument in static_argnames.",
         ),
         ("causal", "causal must be True or False; got a traced array. It is part of the compiled program."),
     ],

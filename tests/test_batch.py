@@ -160,8 +160,7 @@ ERRORS = [
     ),
     (
         lambda: ip.make_batch([1, -2], [3, 3], block_size=4),
-        "q_lens[1] must be a static int >= 0; got -2. Pass a Python int; under jax.jit name the argument in "
-        "static_argnames.",
+        "q_lens[1] must be a static int in [0, 536870912]; got -2. Pass a Python int in that range.",
     ),
     (
         lambda: ip.make_batch([1, 5], [1, 3], block_size=4),
@@ -210,8 +209,7 @@ ERRORS = [
     ),
     (
         lambda: ip.Buckets.for_server(max_num_batched_tokens=0, max_num_seqs=1, max_model_len=1, block_size=1),
-        "max_num_batched_tokens must be a static int >= 1; got 0. Pass a Python int; under jax.jit name the argument "
-        "in static_argnames.",
+        "max_num_batched_tokens must be a static int >= 1; got 0. Pass a Python int in that range.",
     ),
 ]
 

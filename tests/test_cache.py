@@ -204,11 +204,13 @@ ERRORS = [
     ),
     (
         lambda: ip.PagedKVCache.packed(jnp.zeros((9, 2, 16, 256), jnp.int8)),
-        "array must be an array of bfloat16, float16, float32; got int8. Its dtype is that of q.",
+        "array must be an array of bfloat16, float16, float32; got int8. "
+        "Entries of 8 bits or fewer are not read. Its dtype is that of q.",
     ),
     (
         lambda: ip.PagedKVCache.separate([1.0], None),
-        "keys must be an array of bfloat16, float16, float32; got list. Its dtype is that of q.",
+        "keys must be a jax.Array or a NumPy array; got list. Convert it with jnp.asarray, or a torch tensor with "
+        "jnp.from_dlpack.",
     ),
     (
         lambda: ip.PagedKVCache.separate(jnp.zeros((9, 16, 2, 128)), jnp.zeros((9, 16, 2, 64))),
@@ -220,8 +222,7 @@ ERRORS = [
     ),
     (
         lambda: ip.PagedKVCache.zeros(num_blocks=0, block_size=16, num_kv_heads=2, head_dim=128),
-        "num_blocks must be a static int >= 1; got 0. Pass a Python int; under jax.jit name the argument in "
-        "static_argnames.",
+        "num_blocks must be a static int >= 1; got 0. Pass a Python int in that range.",
     ),
     (
         lambda: ip.PagedKVCache.zeros(num_blocks=4, block_size=16, num_kv_heads=2, head_dim=128, dtype=jnp.int8),
@@ -234,13 +235,13 @@ ERRORS = [
     (
         lambda: ip.inkling_rel_attention(**dict(CALL, key_cache=cache_of("packed", (9, 2, 16, 128)), value_cache=None)),
         "key_cache must have shape (num_blocks, num_kv_heads, block_size, 256); got (9, 2, 16, 128). "
-        "head_dim and dtype are those of q.",
+        "head_dim is that of q.",
     ),
     (
         lambda: ip.inkling_rel_attention(
             **dict(CALL, key_cache=cache_of("interleaved", dtype=jnp.float16), value_cache=None)
         ),
-        "key_cache must have dtype bfloat16; got float16. head_dim and dtype are those of q.",
+        "q must have the dtype of key_cache, float16; got bfloat16. Cast it: q.astype(key_cache.dtype).",
     ),
     (
         lambda: ip.inkling_rel_attention(**dict(CALL, key_cache=cache_of("packed", (9, 3, 16, 256)), value_cache=None)),
@@ -248,7 +249,8 @@ ERRORS = [
     ),
     (
         lambda: ip.inkling_rel_attention(**dict(CALL, value_cache=None)),
-        "value_cache must be an array; got NoneType. It has the shape and dtype of key_cache.",
+        "value_cache must be an array; got None. Pass one array of keys and values as PagedKVCache.packed(array) "
+        "or .interleaved(array).",
     ),
     (
         lambda: ip.inkling_rel_attention(**PACKED_CALL, plan=ip.plan_batch(**CALL)),

@@ -3,6 +3,7 @@
 Its twin in the interpreter, the code itself on a card, and lowering everywhere.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from twins import WAYS, expect, numbers, prepared, result, run
+from twins import WAYS, expect, lowered, numbers, prepared, result, run
 
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.phases import epilogue
@@ -120,27 +121,44 @@ def _facts_of(start, end, claimed, length):
     return jnp.maximum(start, claimed), end - start, lax.rem(length, 9), jnp.clip(length, 3, 500), lax.div(length, 7)
 
 
+def _scan(offsets, lengths, out, table, *, way):
+    batch = table.shape[1]
+    rules: Any = {"end_of": _end_of, "facts_of": _facts_of}
+    mosaic.scan_table([offsets, lengths], table, **rules, interpret=bool(way))
+    for row in range(7):
+        word = mosaic.read_word(table, row, batch - 1, interpret=bool(way))
+        middle = mosaic.read_word(table, row, batch // 2, interpret=bool(way))
+        out[row] = word + 3 * middle
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("batch", [1, 2, 5, 31, 32, 33, 300])
+@pytest.mark.parametrize("batch", [1, 2, 5, 31, 32, 33, 300, 513, 1024, 4096])
 def test_scan_table_and_read_word(way, batch):
-    offsets, lengths = (np.random.default_rng(i).integers(0, 1000, batch + 1).astype(np.int32) for i in (0, 1))
-
-    def body(offsets, lengths, out, table):
-        rules: Any = {"end_of": _end_of, "facts_of": _facts_of}
-        mosaic.scan_table([offsets, lengths], table, **rules, interpret=bool(way))
-        for row in range(7):
-            word = mosaic.read_word(table, row, batch - 1, interpret=bool(way))
-            middle = mosaic.read_word(table, row, batch // 2, interpret=bool(way))
-            out[row] = word + 3 * middle
-
+    offsets, lengths = (np.random.default_rng(i).integers(-9, 1000, batch + 1).astype(np.int32) for i in (0, 1))
     start, end = offsets[:-1], offsets[1:]
     claimed = np.maximum.accumulate([0, *np.where(start <= end, end, 0)])[:-1].astype(np.int32)
     *facts, work = (np.asarray(x) for x in _facts_of(start, end, claimed, lengths[:-1]))
     words = np.stack([*facts, np.cumsum(work), np.maximum.accumulate(facts[0] + facts[1]), np.maximum.accumulate(work)])
     scratch = [plgpu.SMEM((7, batch), jnp.int32)]
     arrays = jnp.asarray(offsets), jnp.asarray(lengths[:-1])
-    actual = run(body, way, result(7, dtype=jnp.int32), *arrays, scratch=scratch)
+    actual = run(functools.partial(_scan, way=way), way, result(7, dtype=jnp.int32), *arrays, scratch=scratch)
     expect(actual, words[:, -1] + 3 * words[:, batch // 2])
+
+
+@pytest.mark.lowering
+def test_the_code_of_a_scan_does_not_grow_with_large_batches():
+    def size(batch):
+        scratch = [plgpu.SMEM((7, batch), jnp.int32)]
+        kernel = lowered(
+            functools.partial(_scan, way=False),
+            result(7, dtype=jnp.int32),
+            result(batch + 1, dtype=jnp.int32),
+            result(batch, dtype=jnp.int32),
+            scratch=scratch,
+        )
+        return len(kernel.as_text())
+
+    assert size(4096) < 1.1 * size(512)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -34,6 +34,14 @@ def prepared(body, way, result, *, scratch=()):
     return call
 
 
+def lowered(body, result, *inputs, scratch=()):
+    """Returns body lowered for a card."""
+    kernel = mosaic.kernel(
+        body, interpret=False, out_type=result, grid=(1,), grid_names=("cta",), num_threads=1, scratch_types=scratch
+    )
+    return jax.jit(kernel).trace(*inputs).lower(lowering_platforms=("cuda",))
+
+
 def run(body, way, result, *inputs, scratch=()):
     """Returns body's output, or None where it is only lowered."""
     return prepared(body, way, result, scratch=scratch)(*inputs)

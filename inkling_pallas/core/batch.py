@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from inkling_pallas.core.buckets import Buckets, Variant, bucket_max_seqlen_q
+from inkling_pallas.core.describe import one_line_repr
 from inkling_pallas.core.errors import refuse, static_int
 from inkling_pallas.core.export import serializable
+from inkling_pallas.core.problem import LENGTH_LIMIT
 
 _LAST_SLOT = 2**31 - 1
 
@@ -45,6 +47,7 @@ class Batch:
     slots: Any
     positions: Any
     max_seqlen_q: int
+    __repr__ = one_line_repr
 
     @property
     def num_tokens(self) -> int:
@@ -123,9 +126,9 @@ def make_batch(
       buckets: what to pad to; None pads each size to a power of two.
 
     Raises:
-      ValueError: for a negative length, fewer keys than rows, a list of another length, too few pages, a page id < 0
-        where a row is to be written, two rows that would be written to one slot, or a batch that is over the last
-        bucket.
+      ValueError: for a length outside [0, 2**29], fewer keys than rows, a list of another length, too few pages, a page
+        id < 0 where a row is to be written, two rows that would be written to one slot, or a batch that is over the
+        last bucket.
 
     Example:
       >>> import inkling_pallas as ip
@@ -146,9 +149,11 @@ def make_batch(
     for b in np.flatnonzero(kv_len < q_len)[:1]:
         advice = "It counts the keys after this step: those before it, and the new rows."
         raise refuse(f"kv_lens[{b}]", f"be at least q_lens[{b}] = {q_len[b]}", kv_len[b], advice)
+    tokens = int(q_len.sum())
+    if tokens > LENGTH_LIMIT:
+        raise refuse("q_lens", f"sum to at most {LENGTH_LIMIT}", tokens, "Schedule less in a step.")
     pages = -(-kv_len // block_size)
     tables = _own_pages(pages) if block_tables is None else _given_pages(block_tables, pages)
-    tokens = int(q_len.sum())
     needed = Variant(tokens, len(q_len), int(q_len.max(initial=0)), int(pages.max(initial=0)))
     variant = _powers_of_two(needed) if buckets is None else buckets.fit(needed)
     table = np.zeros((variant.batch_size, variant.max_blocks), np.int32)
@@ -169,7 +174,7 @@ def make_batch(
 
 
 def _lengths(name: str, values: Sequence[int]) -> np.ndarray:
-    return np.array([static_int(f"{name}[{i}]", value, 0) for i, value in enumerate(values)], np.int64)
+    return np.array([static_int(f"{name}[{i}]", value, 0, LENGTH_LIMIT) for i, value in enumerate(values)], np.int64)
 
 
 def _own_pages(pages: np.ndarray) -> list[np.ndarray]:

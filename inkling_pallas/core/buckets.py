@@ -4,7 +4,10 @@ import dataclasses
 import itertools
 from typing import NamedTuple, Self
 
+from inkling_pallas.core.describe import describe
 from inkling_pallas.core.errors import refuse, static_int
+
+MOST_SIZE = 2**30  # of a batch in any direction: indices are int32
 
 
 def bucket_max_seqlen_q(max_seqlen_q: int) -> int:
@@ -87,9 +90,14 @@ class Buckets:
         )
 
     def __post_init__(self) -> None:
-        for name, ladder in dataclasses.asdict(self).items():
-            if not ladder or list(ladder) != sorted(set(ladder)) or ladder[0] < 1:
-                raise refuse(name, "be a rising tuple of ints >= 1", ladder, "A batch takes the first that holds it.")
+        rule, advice = "be a rising tuple of ints >= 1", "A batch takes the first that holds it."
+        for name in Variant._fields:
+            ladder = getattr(self, name)
+            if not isinstance(ladder, tuple) or not ladder:
+                raise refuse(name, rule, describe(ladder), advice)
+            sizes = [static_int(f"{name}[{i}]", size, 1, MOST_SIZE) for i, size in enumerate(ladder)]
+            if sizes != sorted(set(sizes)):
+                raise refuse(name, rule, describe(ladder), advice)
         if any(bucket_max_seqlen_q(n) != n for n in self.max_seqlen_q):
             raise refuse("max_seqlen_q", "hold powers of two", self.max_seqlen_q, "A call rounds it up to one.")
 
@@ -132,7 +140,8 @@ def _with_lower_bound(ladder: tuple[int, ...]) -> list[tuple[int, int]]:
 def _fit(name: str, ladder: tuple[int, ...], size: int) -> int:
     entry = next((entry for entry in ladder if entry >= size), None)
     if entry is None:
-        raise refuse(
-            f"{name} of a batch", f"be at most {ladder[-1]}, the last bucket", size, "Schedule less in a step."
-        )
+        advice = "Schedule less in a step."
+        if name == "max_blocks":
+            advice = "A sequence is longer than max_model_len: end it there, or make Buckets for longer ones."
+        raise refuse(f"{name} of a batch", f"be at most {ladder[-1]}, the last bucket", size, advice)
     return entry

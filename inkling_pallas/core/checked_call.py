@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.core.buckets import bucket_max_seqlen_q
+from inkling_pallas.core.describe import one_line_repr
 from inkling_pallas.core.devices import default_device
 from inkling_pallas.core.dispatch import Choice, choose, complete_config, kernels_of, usual_card
-from inkling_pallas.core.errors import int32_array, refuse, static_bool
+from inkling_pallas.core.errors import int32_array, refuse, require_plain, static_bool
 from inkling_pallas.core.paged_cache import unpack_cache
 from inkling_pallas.core.problem import Lengths, Operands, Problem, make_problem
 from inkling_pallas.core.sheared_layout import ShearedLogits
@@ -28,6 +29,7 @@ class BatchPlan:
     problem: Problem
     backend: str
     config: Any
+    __repr__ = one_line_repr
 
 
 class Call(NamedTuple):
@@ -49,6 +51,8 @@ def check_call(arguments: Mapping[str, Any]) -> Call:
     """
     key_cache, value_cache, layout = unpack_cache(arguments["key_cache"], arguments["value_cache"])
     arguments = {**arguments, "key_cache": key_cache, "value_cache": value_cache}
+    for name in (*Operands._fields, *Lengths._fields):
+        _require_plain(name, arguments[name])
     arguments["block_table"] = int32_array("block_table", arguments["block_table"])
     operands = Operands(*(_as_array(arguments[name]) for name in Operands._fields))
     lengths = Lengths(*(int32_array(name, arguments[name]) for name in Lengths._fields))
@@ -123,6 +127,15 @@ def _decide(
         _require_fitting_plan(planned, problem, backend, config)
         backend, config = planned.backend, planned.config
     return problem, choose(problem, backend, config)
+
+
+def _require_plain(name: str, value: Any) -> None:
+    """Raises ValueError for what is no array of jax or NumPy, or of no fixed shape."""
+    if isinstance(value, ShearedLogits):
+        require_plain(f"{name}.table", value.table)
+        require_plain(f"{name}.shifts", value.shifts)
+    else:
+        require_plain(name, value)
 
 
 def _as_array(value: Any) -> Any:

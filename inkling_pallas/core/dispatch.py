@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.core
 
+from inkling_pallas.core.describe import describe
 from inkling_pallas.core.devices import B200, H200, Card, card_of, default_device, device_capability
 from inkling_pallas.core.errors import refuse
 from inkling_pallas.core.problem import Problem
@@ -76,6 +77,9 @@ def choose(problem: Problem, backend: str, config: Any) -> Choice:
             reason = getattr(module, "unproven", _proven)(problem)
         if reason is None:
             chosen = module.choose_config(problem, card) if config is None else complete_config(config, card)
+            if config is not None and hasattr(module, "config_fits") and not module.config_fits(problem, chosen, card):
+                advice = "Use fewer stages or smaller tiles, or None."
+                raise refuse("config", "fit the shared memory of a CTA", describe(config), advice)
             return Choice(backend=name, config=chosen, passed_over=tuple(passed_over))
         passed_over.append((name, reason))
     reasons = " ".join(f"{name}: {reason}" for name, reason in passed_over)

@@ -10,7 +10,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from inkling_pallas.core import cache_layouts
-from inkling_pallas.core.errors import FLOAT_DTYPES, float_dtype, refuse, require_array, static_int
+from inkling_pallas.core.describe import one_line_repr
+from inkling_pallas.core.errors import (
+    float_dtype,
+    refuse,
+    require_array,
+    require_cache_floats,
+    require_plain,
+    static_int,
+)
 from inkling_pallas.core.export import serializable
 
 
@@ -38,6 +46,7 @@ class PagedKVCache:
 
     arrays: tuple[jax.Array, ...]
     layout: str
+    __repr__ = one_line_repr
 
     @classmethod
     def separate(cls, keys: Any, values: Any) -> Self:
@@ -51,6 +60,7 @@ class PagedKVCache:
           ValueError: for a wrong shape or dtype.
         """
         _require_cache_array("keys", keys, cache_layouts.AXES["separate"])
+        require_plain("values", values)
         require_array("values", values, tuple(keys.shape), np.dtype(keys.dtype).name, "It is an array like keys.")
         return cls(arrays=(keys, values), layout="separate")
 
@@ -188,10 +198,9 @@ def _known_layout(layout: Any) -> str:
 
 
 def _require_cache_array(name: str, array: Any, shape: tuple[str, ...]) -> None:
-    if not hasattr(array, "dtype") or np.dtype(array.dtype).name not in FLOAT_DTYPES:
-        got = np.dtype(array.dtype).name if hasattr(array, "dtype") else type(array).__name__
-        raise refuse(name, f"be an array of {', '.join(FLOAT_DTYPES)}", got, "Its dtype is that of q.")
-    require_array(name, array, shape, np.dtype(array.dtype).name, "Its axes are the layout's; see PagedKVCache.")
+    require_plain(name, array)
+    dtype = require_cache_floats(name, array)
+    require_array(name, array, shape, dtype, "Its axes are the layout's; see PagedKVCache.")
 
 
 def _require_even(name: str, array: Any, axis: int, what: str) -> None:

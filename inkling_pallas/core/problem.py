@@ -16,12 +16,13 @@ import jax.core
 import numpy as np
 
 from inkling_pallas.core.cache_layouts import AXES, HEAD_AXIS, CacheDims, cache_dims
+from inkling_pallas.core.describe import describe, dtype_name
 from inkling_pallas.core.errors import (
-    FLOAT_DTYPES,
-    describe,
     float_dtype,
     refuse,
     require_array,
+    require_cache_floats,
+    require_floats,
     static_bool,
     static_int,
 )
@@ -29,7 +30,7 @@ from inkling_pallas.core.sheared_layout import ShearedLogits, sheared_width
 
 # Lengths from outside are clipped to this before they are added or subtracted, so that no int32 can wrap around.
 LENGTH_LIMIT = 2**29
-# No distance and no number of rows gets here: a window or a bucket as large is unlimited, and fits an int32.
+# No distance, row or part gets here: a window, a bucket or num_splits as large is unlimited, and fits an int32.
 _FARTHEST = 2**30
 
 
@@ -114,11 +115,14 @@ class Sequences(NamedTuple):
 
 
 def _static_scale(value: Any) -> float:
-    traced = isinstance(value, jax.core.Tracer)
-    if traced or isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        advice = "Inkling uses 1 / head_dim; there is no default."
-        raise refuse("softmax_scale", "be a finite static float", describe(value), advice)
-    return float(value)
+    rule, advice = "be a finite static float", "Inkling uses 1 / head_dim; there is no default."
+    if isinstance(value, jax.core.Tracer):
+        advice = "Pass a Python float; under jax.jit name the argument in static_argnames."
+    elif isinstance(value, jax.Array | np.ndarray):
+        advice = "Pass float(x): to read a jax.Array waits for its device."
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise refuse("softmax_scale", rule, describe(value), advice)
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
@@ -136,26 +140,32 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
 
 def _require_floats(q: Any, key_cache: Any, value_cache: Any, layout: str) -> CacheDims:
     """Returns the dims of the cache after checking it and q."""
-    if not hasattr(q, "dtype") or np.dtype(q.dtype).name not in FLOAT_DTYPES:
-        got = np.dtype(q.dtype).name if hasattr(q, "dtype") else type(q).__name__
-        raise refuse("q", "be an array of bfloat16, float16 or float32", got, "Cast it with .astype().")
-    dtype = np.dtype(q.dtype).name
+    dtype = require_floats("q", q, "Cast it with .astype().")
     require_array("q", q, ("num_tokens", "num_heads", "head_dim"), dtype, "Pack the rows of all sequences on axis 0.")
-    shape = (*AXES[layout][:3], 2 * q.shape[2] if layout == "packed" else q.shape[2])
-    require_array("key_cache", key_cache, shape, dtype, "head_dim and dtype are those of q.")
+    of_cache = require_cache_floats("key_cache", key_cache)
+    if of_cache != dtype:
+        raise refuse("q", f"have the dtype of key_cache, {of_cache}", dtype, "Cast it: q.astype(key_cache.dtype).")
+    head_dim = q.shape[2]
+    shape = (*AXES[layout][:3], 2 * head_dim if layout == "packed" else head_dim)
+    advice = "head_dim is that of q."
+    if layout == "separate" and len(key_cache.shape) == 4 and key_cache.shape[3] == 2 * head_dim:
+        advice = "Pass vLLM's packed array as PagedKVCache.packed(key_cache), with value_cache=None."
+    elif layout == "separate" and len(key_cache.shape) == 5 and key_cache.shape[0] == 2:
+        advice = "Pass key_cache[0] as key_cache and key_cache[1] as value_cache."
+    require_array("key_cache", key_cache, shape, dtype, advice)
     if layout == "separate":
         advice = "It has the shape and dtype of key_cache."
+        if value_cache is None:
+            advice = "Pass one array of keys and values as PagedKVCache.packed(array) or .interleaved(array)."
         require_array("value_cache", value_cache, tuple(key_cache.shape), dtype, advice)
     dims = cache_dims(layout, key_cache.shape)
-    num_heads, num_kv_heads = q.shape[1], dims.num_kv_heads
-    if num_kv_heads < 1 or num_heads % num_kv_heads or num_heads < 1:
-        raise refuse(
-            "num_heads",
-            f"be a multiple of num_kv_heads = {num_kv_heads}",
-            num_heads,
-            f"Check axis 1 of q and axis {HEAD_AXIS[layout]} of key_cache.",
-        )
+    _require_heads(q.shape[1], dims.num_kv_heads, f"Check axis 1 of q and axis {HEAD_AXIS[layout]} of key_cache.")
     return dims
+
+
+def _require_heads(num_heads: int, num_kv_heads: int, advice: str) -> None:
+    if num_kv_heads < 1 or num_heads % num_kv_heads or num_heads < 1:
+        raise refuse("num_heads", f"be a multiple of num_kv_heads = {num_kv_heads}", num_heads, advice)
 
 
 def make_problem(
@@ -180,11 +190,14 @@ def make_problem(
     """
     q, key_cache, value_cache, block_table, rel_logits, out = operands
     dims = _require_floats(q, key_cache, value_cache, layout)
-    dtype = np.dtype(q.dtype).name
+    dtype = dtype_name(q)
     extent = static_int("rel_extent", rel_extent, 1)
     _require_bias(rel_logits, (q.shape[0], q.shape[1]), extent, dtype)
     require_array("block_table", block_table, ("batch", "max_blocks"), "int32", "It holds a page id per block of keys.")
-    batch_size = block_table.shape[0]
+    batch_size, keys = block_table.shape[0], block_table.shape[1] * dims.block_size
+    if keys > LENGTH_LIMIT:
+        rule = f"have rows of at most {LENGTH_LIMIT} keys, max_blocks * block_size"
+        raise refuse("block_table", rule, keys, "Use fewer columns: max_blocks is for the longest sequence.")
     _require_lengths(lengths, batch_size)
     is_causal = static_bool("causal", causal)
     left, right = _window(window_size, is_causal)
@@ -203,7 +216,7 @@ def make_problem(
         window_left=left,
         window_right=right,
         rel_extent=extent,
-        num_splits=None if num_splits is None else static_int("num_splits", num_splits, 1),
+        num_splits=None if num_splits is None else min(static_int("num_splits", num_splits, 1), _FARTHEST),
         dtype=dtype,
         out_dtype=result_dtype,
         return_lse=static_bool("return_lse", return_lse),

@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.core.describe import one_line_repr
+
 ALIGNMENT = 8  # keys; 16 bytes of a 16-bit dtype
 NO_ROW = -1
 
@@ -45,6 +47,7 @@ class ShearedLogits:
     table: Any
     shifts: Any
     rel_extent: int
+    __repr__ = one_line_repr
 
     @classmethod
     def shape(cls, num_tokens: int, num_heads: int, rel_extent: int, dtype: Any) -> Self:

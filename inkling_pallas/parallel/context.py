@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inkling_pallas.core.describe import one_line_repr
 from inkling_pallas.core.errors import refuse, static_int
 from inkling_pallas.core.paged_cache import PagedKVCache
+from inkling_pallas.core.problem import LENGTH_LIMIT
 
 
 @functools.partial(
@@ -44,6 +46,7 @@ class ContextShards:
     total_seqlens: Any
     capacity: Any
     block_size: int
+    __repr__ = one_line_repr
 
     @property
     def num_shards(self) -> int:
@@ -61,9 +64,9 @@ class ContextShards:
           total_seqlens: keys of each whole sequence.
 
         Raises:
-          ValueError: for a length below 0 or one that the last part cannot hold.
+          ValueError: for another number of lengths, one below 0 or one that the last part cannot hold.
         """
-        total = np.asarray(total_seqlens, np.int64)
+        total = _per_sequence("total_seqlens", total_seqlens, self.block_table.shape[1], -LENGTH_LIMIT)
         room = np.asarray(self.kv_offset[-1], np.int64) + self.capacity[-1]
         for b in np.flatnonzero((total < 0) | (total > room))[:1]:
             rule = f"lie in [0, {room[b]}], the keys that its parts have pages for"
@@ -79,14 +82,28 @@ class ContextShards:
 
         Returns:
           int32[num_shards, num_tokens].
+
+        Raises:
+          ValueError: for another number of q_lens, or a negative one.
         """
-        rows = [np.arange(total - q, total) for total, q in zip(self.total_seqlens, q_lens, strict=True)]
+        lengths = _per_sequence("q_lens", q_lens, self.block_table.shape[1])
+        rows = [np.arange(total - q, total) for total, q in zip(self.total_seqlens, lengths, strict=True)]
         sequence = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
         local = np.concatenate([np.zeros(0, np.int64), *rows]) - self.kv_offset[:, sequence]
         mine = (local >= 0) & (local < self.capacity[:, sequence])
         block = np.where(mine, local // self.block_size, 0)
         page = self.block_table[np.arange(self.num_shards)[:, None], sequence, block]
         return np.where(mine, page * self.block_size + local % self.block_size, -1).astype(np.int32)
+
+
+def _per_sequence(name: str, values: Sequence[int], batch: int, minimum: int = 0) -> np.ndarray:
+    """Returns lengths after checking that each sequence has one."""
+    if np.shape(values) != (batch,):
+        rule = f"have one entry per sequence that was cut, shape ({batch},)"
+        raise refuse(name, rule, np.shape(values), "Cut the batch anew where sequences came or went.")
+    return np.array(
+        [static_int(f"{name}[{b}]", n, minimum) for b, n in enumerate(np.asarray(values).tolist())], np.int64
+    )
 
 
 def cut_context(
@@ -121,7 +138,9 @@ def cut_context(
     """
     num_shards, block_size = static_int("num_shards", num_shards, 1), static_int("block_size", block_size, 1)
     spare_blocks = static_int("spare_blocks", spare_blocks, 0)
-    blocks = np.array([-(-static_int("kv_lens", n, 0) // block_size) for n in kv_lens], np.int64)
+    blocks = np.array(
+        [-(-static_int(f"kv_lens[{b}]", n, 0, LENGTH_LIMIT) // block_size) for b, n in enumerate(kv_lens)], np.int64
+    )
     if len(block_tables) != len(blocks):
         rule = f"have one entry per entry of kv_lens, {len(blocks)}"
         raise refuse("block_tables", rule, len(block_tables), "Each is the list of a sequence's page ids.")

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inkling_pallas.core.errors import refuse
+from inkling_pallas.core.describe import is_like_array
+from inkling_pallas.core.errors import refuse, require_plain
 
 _GATHERED_BYTES = 2**20  # of a part
 
@@ -44,6 +45,9 @@ def merge_partials(
             f"{len(lses)} for {len(outs)} outs",
             "Pass one of each per part.",
         )
+    for name, given in (("outs", outs), ("lses", lses)):
+        for part in [given] if is_like_array(given) else given:
+            require_plain(name, part)
     parts, logs = (x if isinstance(x, jax.Array) else jnp.stack(list(x)) for x in (outs, lses))
     if parts.ndim != 4:
         advice = "Pass parts in a list, or stacked on a new axis 0."

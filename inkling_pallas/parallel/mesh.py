@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.cache_writes import write_kv
 from inkling_pallas.core.cache_layouts import HEAD_AXIS
-from inkling_pallas.core.errors import float_dtype, refuse, static_bool, static_int
+from inkling_pallas.core.describe import one_line_repr
+from inkling_pallas.core.errors import float_dtype, refuse, require_plain, static_bool, static_int
 from inkling_pallas.core.paged_cache import PagedKVCache
 from inkling_pallas.core.sheared_layout import ALIGNMENT, ShearedLogits
 from inkling_pallas.parallel.context import ContextShards
@@ -50,6 +51,7 @@ class AttentionMesh:
     head_axes: tuple[str, ...]
     kv_head_axes: tuple[str, ...]
     context_axis: str | None
+    __repr__ = one_line_repr
 
     @classmethod
     def make(
@@ -73,9 +75,13 @@ class AttentionMesh:
           context_axis: mesh axis for the parts of a sequence, or None.
 
         Raises:
-          ValueError: for an unknown axis, the same axis twice, or one whose size does not divide the heads.
+          ValueError: for an unknown axis, the same axis twice, or one whose size does not divide the heads, or
+            query heads that are no multiple of the kv heads.
         """
         heads, kv_heads = static_int("num_heads", num_heads, 1), static_int("num_kv_heads", num_kv_heads, 1)
+        if heads % kv_heads:
+            rule = f"be a multiple of num_kv_heads = {kv_heads}"
+            raise refuse("num_heads", rule, heads, "Both are those of the whole layer.")
         for name, axis in (("head_axis", head_axis), ("context_axis", context_axis)):
             if axis is not None and axis not in mesh.axis_names:
                 raise refuse(name, f"be an axis of the mesh, {', '.join(mesh.axis_names)}", repr(axis), "Or None.")
@@ -192,6 +198,9 @@ class AttentionMesh:
         given = arguments if shards is None else arguments | shards.arguments()
         names = ("rel_logits", *_REPLICATED)
         arrays = {name: given[name] for name in names if given.get(name) is not None}
+        for name, array in {"q": q, **arrays}.items():
+            if not isinstance(array, ShearedLogits):
+                require_plain(name, array)
         return arrays, {name: value for name, value in given.items() if name not in names}
 
     def _heads(self, static: dict[str, Any], q: jax.Array, cache: PagedKVCache, arrays: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.core.devices import B200, Card
+from inkling_pallas.core.errors import one_of, static_bool, static_int
 from inkling_pallas.core.problem import Lengths, Operands, Problem
 from inkling_pallas.core.safe_lengths import shifts_of_rows
 from inkling_pallas.core.sheared_layout import ShearedLogits
@@ -20,7 +21,7 @@ from inkling_pallas.kernels.blackwell.tiling import TensorTiling
 from inkling_pallas.kernels.phases.operands import outputs_of, results_of
 from inkling_pallas.kernels.schedule import tile_list_kernel
 from inkling_pallas.kernels.schedule.tile_list import Worklist
-from inkling_pallas.kernels.schedule.tiling import LINE_LIMIT
+from inkling_pallas.kernels.schedule.tiling import BLOCKS_KV, LINE_LIMIT, MOST_CTAS, MOST_STAGES
 
 _MAX_ROWS = 64  # packed query rows of a sequence per kv head up to which keys are split
 
@@ -38,6 +39,14 @@ class Config:
     band_slots: int = 1
     num_ctas: int | None = None
     splits: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("block_kv", self.block_kv, BLOCKS_KV, "Keys of a tile are columns of tensor memory.")
+        static_int("num_stages", self.num_stages, 2, MOST_STAGES)
+        static_int("band_slots", self.band_slots, 1, MOST_STAGES)
+        static_bool("splits", self.splits)
+        if self.num_ctas is not None:
+            static_int("num_ctas", self.num_ctas, 1, MOST_CTAS)
 
     def on(self, card: Card) -> "Config":
         """Returns the config with its number of CTAs: where none is given, one for each SM."""
@@ -80,6 +89,11 @@ def unproven(problem: Problem) -> str:
     del problem
     command = "python -m inkling_pallas check --backend blackwell"
     return f"its kernel was interpreted and assembled, but has not run on a card yet. Check it on this one: {command}"
+
+
+def config_fits(problem: Problem, config: Config, card: Card) -> bool:
+    """Returns whether the buffers of a config that a caller gave fit a card."""
+    return blackwell_kernel.fits(tiling_of(problem, config), card)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from inkling_pallas.kernels.hopper import decode_launch, prefill_launch
 from inkling_pallas.kernels.hopper.configs import (
     Config,
     candidates,
+    config_fits,
     few_rows_of,
     has_many_rows,
     most_positions,
@@ -21,7 +22,7 @@ from inkling_pallas.kernels.schedule import tile_list_kernel
 from inkling_pallas.kernels.schedule.tile_list import Worklist
 from inkling_pallas.kernels.schedule.tiling import LINE_LIMIT
 
-__all__ = ["Config", "Plan", "attend", "choose_config", "plan", "unsupported"]
+__all__ = ["Config", "Plan", "attend", "choose_config", "config_fits", "plan", "unsupported"]
 
 
 def unsupported(problem: Problem, card: Card = H200) -> str | None:

@@ -8,12 +8,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from inkling_pallas.core.describe import describe
 from inkling_pallas.core.devices import H200, Card
-from inkling_pallas.core.errors import refuse
+from inkling_pallas.core.errors import one_of, refuse, static_bool, static_int
 from inkling_pallas.core.problem import Problem
 from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.hopper import decode_scratch, prefill_launch
-from inkling_pallas.kernels.schedule.tiling import RowTiling, Tiling
+from inkling_pallas.kernels.schedule.tiling import BLOCKS_KV, MOST_CTAS, MOST_STAGES, RowTiling, Tiling
 
 _SMEM_ALIGNMENT = 1024
 _FEWEST_COLUMNS = 8  # of a matrix product
@@ -47,11 +48,20 @@ class Config:
     few_rows: "Config | None" = None
 
     def __post_init__(self) -> None:
-        if self.cluster_size not in (1, *_CLUSTERED_SMS):
-            raise refuse("cluster_size", "be 1, 2, 4 or 8", self.cluster_size, "Cards take no more unasked.")
-        if self.num_ctas is not None and (self.num_ctas < 1 or self.num_ctas % self.cluster_size):
-            rule = f"be a multiple of cluster_size = {self.cluster_size}, at least that, or None"
-            raise refuse("num_ctas", rule, self.num_ctas, "None takes one CTA for each SM.")
+        one_of("block_kv", self.block_kv, BLOCKS_KV, "Keys of a tile are rows of a matrix product.")
+        one_of("program", self.program, ("decode", "prefill"), "They are the two kernels.")
+        one_of("cluster_size", self.cluster_size, (1, *sorted(_CLUSTERED_SMS)), "Cards take no more unasked.")
+        static_int("num_stages", self.num_stages, 2, MOST_STAGES)
+        static_int("band_slots", self.band_slots, 1, MOST_STAGES)
+        static_bool("overlap", self.overlap)
+        if self.num_ctas is not None:
+            ctas = static_int("num_ctas", self.num_ctas, 1, MOST_CTAS)
+            if ctas % self.cluster_size:
+                rule = f"be a multiple of cluster_size = {self.cluster_size}, or None"
+                raise refuse("num_ctas", rule, self.num_ctas, "None takes one CTA for each SM.")
+        inner = self.few_rows
+        if inner is not None and not (isinstance(inner, Config) and inner.program == "decode"):
+            raise refuse("few_rows", "be a Config of program 'decode' or None", describe(inner), "See Config.")
 
     def on(self, card: Card) -> "Config":
         """Returns the config with its number of CTAs: where none is given, one for each SM, in whole clusters."""
@@ -124,6 +134,18 @@ def _fits(tiling: Tiling, smem_bytes: int) -> bool:
     sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in types]
     used = sum(-(-size // _SMEM_ALIGNMENT) * _SMEM_ALIGNMENT for size in sizes)
     return used + 2 * _SMEM_ALIGNMENT + 2048 <= smem_bytes
+
+
+def config_fits(problem: Problem, config: Config, card: Card) -> bool:
+    """Returns whether the buffers of a config that a caller gave fit a card.
+
+    Raises:
+      ValueError: as `tiling_of`.
+    """
+    if config.program == "decode":
+        return _fits(tiling_of(problem, config), card.smem_of(1))
+    inner = config.few_rows is None or config_fits(few_rows_of(problem), config.few_rows, card)
+    return inner and prefill_launch.fits(row_tiling_of(problem, config), card)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inkling_pallas.core.errors import static_int
 from inkling_pallas.core.problem import Lengths, Problem, Sequences
 from inkling_pallas.core.safe_lengths import safe_sequences
+
+_LARGEST = 2**20  # rows, keys or tiles that a step may have
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,10 @@ class Config:
     block_q: int
     block_kv: int
     tiles_per_step: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            static_int(f"Config.{field.name}", getattr(self, field.name), 1, _LARGEST)
 
 
 class Tiles(NamedTuple):

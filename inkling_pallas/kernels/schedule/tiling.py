@@ -15,6 +15,9 @@ from inkling_pallas.core.problem import Problem
 _MERGE_KEYS = 320
 MAX_COLUMNS = 64  # query rows of a unit, which are the columns of a score tile
 _FEW_TILES = 3  # of a CTA, which would wait long for one more
+BLOCKS_KV = (64, 128)  # keys of a tile
+MOST_STAGES = 16
+MOST_CTAS = 2**14
 LINE_LIMIT = 2**30  # positions on a line of work: sums of two are int32
 
 

@@ -13,6 +13,7 @@ from inkling_pallas.kernels.mosaic.ptx.warpgroup import LANES, THREADS, i32, pla
 
 # Keeps the loads of this many groups of 32 sequences in flight.
 _UNROLL = 8
+_MOST_UNROLLED = 512  # sequences: of more, the code would take seconds to compile
 _LINE = 128  # bytes
 Rule = Callable[..., Any]  # of int32 scalars, in jnp
 _SCANS = (arith.addi, arith.maxsi, arith.maxsi)
@@ -50,24 +51,36 @@ def prefetch_part(ref: Any, part: Any) -> None:
 def scan_table(*refs: Any, batch: int, end_of: Rule, facts_of: Rule) -> None:
     """Makes the table as `mosaic.scan_table` says; refs are the sources and the table.
 
-    Every warp does the whole of it, 32 sequences at a time by as many shuffles as the batch needs.
+    Every warp does the whole of it, 32 sequences at a time by as many shuffles as the batch needs: large batches in a
+    loop over `_UNROLL` times as many, whose code is short, small ones one after the other.
     """
     *sources, table = map(utils.memref_ptr, refs)
     lane = arith.remui(utils.thread_idx(), i32(LANES))
-    claimed, carried, live = i32(0), [i32(0)] * len(_SCANS), min(batch, LANES)
-    groups = range(0, batch, LANES)
-    for first in range(0, len(groups), _UNROLL):
-        chunk = groups[first : first + _UNROLL]
-        loaded = [_load(sources, arith.addi(lane, i32(start)), batch) for start in chunk]
-        for start, (inside, words) in zip(chunk, loaded, strict=True):
+
+    def scan(first: Any, starts: Any, carried: Any) -> list[Any]:
+        """Scans groups at `starts` after sequence `first`, and returns what the next ones need."""
+        claimed, *sums = carried
+        loaded = [_load(sources, arith.addi(first, i32(start)), batch) for start in starts]
+        for start, (inside, words) in zip(starts, loaded, strict=True):
             before, claimed = _largest_before(lane, _if(inside, *from_jaxpr.run(end_of, *words[:2])), claimed, live)
             *facts, work = from_jaxpr.run(facts_of, *words[:2], before, *words[2:])
             work = _if(inside, work)
             inputs = [work, arith.addi(facts[0], facts[1]), work]
             scans = [_warp_scan(lane, value, combine, live) for value, combine in zip(inputs, _SCANS, strict=True)]
-            scans = [combine(value, before) for value, combine, before in zip(scans, _SCANS, carried, strict=True)]
-            carried = [_last_lane(value) for value in scans] if start + LANES < batch else []
-            _store_rows(table, arith.addi(lane, i32(start)), batch, [*facts, *scans])
+            scans = [combine(value, other) for value, combine, other in zip(scans, _SCANS, sums, strict=True)]
+            sums = [_last_lane(value) for value in scans] if start + LANES < batch else sums
+            _store_rows(table, arith.addi(first, i32(start)), batch, [*facts, *scans])
+        return [claimed, *sums]
+
+    carried, live, step = [i32(0)] * (1 + len(_SCANS)), min(batch, LANES), LANES * _UNROLL
+    if batch <= _MOST_UNROLLED:
+        for start in range(0, batch, step):
+            carried = scan(lane, range(start, min(start + step, batch), LANES), carried)
+    else:
+        loop = scf.ForOp(i32(0), i32(-(-batch // step) * step), i32(step), carried)
+        with ir.InsertionPoint(loop.body):
+            first = arith.addi(lane, loop.induction_variable)
+            scf.yield_(scan(first, range(0, step, LANES), list(loop.inner_iter_args)))
     utils.warp_barrier()  # A lane reads words that another one wrote.
 
 

@@ -140,16 +140,16 @@ class Marks(NamedTuple):
 def compare(shape: Shape, call: Call, out: jax.Array, lse: jax.Array | None) -> Marks:
     """Returns the marks of a result, by the measures and limits of `inkling_pallas.testing.limits`."""
     right = attend(shape, call)
-    error = _row_errors(out.astype(jnp.float32), right.out)
-    limit = jnp.maximum(2.0 * _row_errors(right.rounded, right.out).max(), ERROR_FLOORS[shape.dtype])
-    lse_error = jnp.zeros_like(error) if lse is None else _lse_errors(lse, right.lse)
+    error = row_errors(out.astype(jnp.float32), right.out)
+    limit = jnp.maximum(2.0 * row_errors(right.rounded, right.out).max(), ERROR_FLOORS[shape.dtype])
+    lse_error = jnp.zeros_like(error) if lse is None else lse_errors(lse, right.lse)
     # A limit that is no number lets nothing pass: the draw is broken then.
     wrong = ~(error <= limit) | ~(lse_error <= 1.0) | ~jnp.isfinite(limit)
     numbers = (wrong.sum(), error.max(), limit, error.argmax(), lse_error.max(), lse_error.argmax())
     return Marks(*(number.astype(jnp.float32) for number in numbers))
 
 
-def _row_errors(actual: jax.Array, expected: jax.Array) -> jax.Array:
+def row_errors(actual: jax.Array, expected: jax.Array) -> jax.Array:
     """Returns |actual - expected| / |expected| per row; infinity for NaN, and for anything where 0 is right."""
     difference = jnp.sqrt(jnp.square(actual - expected).sum(axis=-1))
     size = jnp.sqrt(jnp.square(expected).sum(axis=-1))
@@ -158,7 +158,7 @@ def _row_errors(actual: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(error), jnp.inf, error)
 
 
-def _lse_errors(actual: jax.Array, expected: jax.Array) -> jax.Array:
+def lse_errors(actual: jax.Array, expected: jax.Array) -> jax.Array:
     """Returns the absolute error over its limit; infinity for NaN, and where one side alone is -inf."""
     none = jnp.isneginf(expected)
     error = jnp.abs(actual - jnp.where(none, 0.0, expected)) / LSE_LIMIT

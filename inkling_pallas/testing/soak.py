@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from inkling_pallas.core.paged_cache import PagedKVCache
 from inkling_pallas.testing.dense import Call, Marks, compare
 from inkling_pallas.testing.judge import OPERATORS, Operator, interpreted
 from inkling_pallas.testing.soak_batches import draw, seed_key
-from inkling_pallas.testing.soak_shapes import KINDS, SHAPES, Shape
+from inkling_pallas.testing.soak_shapes import SHAPES, Shape
 
 # Batches whose verdicts are read together, while the next ones are queued.
 _BLOCK = 16
@@ -33,7 +34,7 @@ class Soak:
     bias: str = "plain"
     layout: str = "separate"
     kind: str | None = None
-    interpret: bool = False
+    interpret: bool = False  # then operator and judge are programs of their own, and each batch is waited for
 
     def indices(self, shape: Shape) -> range:
         """Returns the batches of a shape, in order."""
@@ -62,11 +63,6 @@ class Report:
     failed: str = ""  # an exception in place of a result
 
 
-def kinds() -> tuple[str, ...]:
-    """Returns the kinds of shapes."""
-    return KINDS
-
-
 def run_shape(soak: Soak, shape: Shape, done: int = 0, operator: Operator | None = None) -> Iterator[Report]:
     """Yields reports on the batches of a shape, of which the first `done` are left out.
 
@@ -91,30 +87,28 @@ def run_shape(soak: Soak, shape: Shape, done: int = 0, operator: Operator | None
 def make_program(shape: Shape, soak: Soak, operator: Operator) -> Callable[[jax.Array, Any], jax.Array]:
     """Returns a function of a key and the number of a batch that gives its marks, float32[6]."""
 
-    def make(key: jax.Array, index: jax.Array) -> Call:
-        return draw(shape, key, index)
-
     def attend(call: Call) -> tuple[jax.Array, jax.Array | None]:
         given = in_layout(soak.layout, call)
         result = operator(**given, **shape.statics(), backend=soak.backend)
         return result if shape.return_lse else (result, None)
 
-    def judge(call: Call, out: jax.Array, lse: jax.Array | None) -> jax.Array:
-        return jnp.stack(compare(shape, call, out, lse))
+    make, judge = _ends_of(shape)
 
-    def at_once(key: jax.Array, index: jax.Array) -> jax.Array:
+    def one_by_one(key: jax.Array, index: jax.Array) -> jax.Array:
         call = make(key, index)
         return judge(call, *attend(call))
 
-    if not soak.interpret:
-        return jax.jit(at_once)
-    make_alone, judge_alone = jax.jit(make), jax.jit(judge)
+    return one_by_one if soak.interpret else jax.jit(one_by_one)
 
-    def one_by_one(key: jax.Array, index: jax.Array) -> jax.Array:
-        call = jax.block_until_ready(make_alone(key, index))
-        return judge_alone(call, *attend(call))
 
-    return one_by_one
+@functools.cache
+def _ends_of(shape: Shape) -> tuple[Callable[..., Call], Callable[..., jax.Array]]:
+    """Returns what comes before and after the operator, jitted: the draw, and the marks as one array."""
+
+    def judge(call: Call, out: jax.Array, lse: jax.Array | None) -> jax.Array:
+        return jnp.stack(compare(shape, call, out, lse))
+
+    return jax.jit(functools.partial(draw, shape)), jax.jit(judge)
 
 
 def in_layout(layout: str, call: Call) -> Call:

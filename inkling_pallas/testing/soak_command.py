@@ -13,9 +13,10 @@ import jax
 from inkling_pallas.core.console import meter, table
 from inkling_pallas.core.dispatch import BACKENDS, machine_backends
 from inkling_pallas.core.errors import refuse
-from inkling_pallas.testing.soak import Soak, kinds
+from inkling_pallas.testing.soak import Soak
 from inkling_pallas.testing.soak_processes import reports
 from inkling_pallas.testing.soak_record import Tally, read_record, record_path, write_record
+from inkling_pallas.testing.soak_shapes import KINDS
 
 _COLUMNS = ("shape", "batches", "wrong", "worst error / limit", "verdict")
 _LIMIT = 2**31
@@ -76,8 +77,8 @@ def _runs(options: argparse.Namespace, processes: int) -> list[Soak]:
         raise refuse("--first", f"be at most 2**31 - {random}", first, "Batches are numbered from 0 to 2**31 - 1.")
     if options.full:
         raise refuse("--full", "be left out with --random", "both", "Run cases and random batches one after the other.")
-    if options.kind is not None and options.kind not in kinds():
-        raise refuse("--kind", f"be one of {', '.join(kinds())}", repr(options.kind), "These are those of --random.")
+    if options.kind is not None and options.kind not in KINDS:
+        raise refuse("--kind", f"be one of {', '.join(KINDS)}", repr(options.kind), "These are those of --random.")
     if options.backend is not None and options.backend not in BACKENDS:
         raise refuse("--backend", f"be one of {', '.join(BACKENDS)}", repr(options.backend), "Leave it out for all.")
     if processes > 1:  # each would take most of the card's memory; read when jax starts

@@ -78,7 +78,7 @@ SHAPES = (
     _shape("splits_5_multi_16_1", (3, 26, 8), (16, 1), (16, 96), num_splits=5, head_dim=64, **_F16),
     _shape("mixed_16_1_page_256", (6, 80, 32), (16, 1), (256, 5), rel_extent=512, return_lse=False),
     _shape("decode_8_8_page_8", (4, 4, 1), (8, 8), (8, 100), head_dim=64, **_F16),
-    _shape("parts_chunks_8_2", (3, 160, 64), (8, 2), (16, 48), rel_extent=256, parts=True),
+    _shape("parts_chunks_8_2", (3, 160, 128), (8, 2), (16, 48), rel_extent=256, parts=True),
     _shape("chunks_2_2_page_64", (2, 256, 512), (2, 2), (64, 16), **_F16),
     _shape("splits_8_mixed_4_1", (5, 60, 32), (4, 1), (16, 128), num_splits=8),
     _shape("parts_multi_8_1_window", (4, 15, 4), (8, 1), (32, 24), window_size=(200, 0), parts=True),

@@ -23,7 +23,8 @@ LAYERS = {
     " > base contiguous fa4_score_mod torch_inputs",
     "serving": "demo simulate > options report > server > scheduler layer > page_pool synthetic trace warmup",
     "plots": "kernel > call > call_axes > call_data kernel_data",
-    "testing": "command > judge promises > catalog > cache_cases limits > cases reference",
+    "testing": "command > soak_command > soak_processes soak_record > soak > judge promises soak_batches"
+    " > catalog dense > cache_cases limits soak_shapes > cases reference",
     "parallel": "mesh > context merge",
     "kernels": "hopper blackwell portable > combine > phases > schedule shear write_kv > mosaic",
     "kernels.portable": "backend > q_tiles",
@@ -42,7 +43,7 @@ LAYERS = {
 }
 MOST_ENTRIES = {"": 12, "kernels": 10}
 # The oracle, and what decides by it, must not share code with what they judge.
-NO_KERNEL = ("testing.reference", "testing.limits", "testing.cases")
+NO_KERNEL = ("testing.reference", "testing.limits", "testing.cases", "testing.dense", "testing.soak_batches")
 DEPTHS = {
     package: {part: depth for depth, line in enumerate(parts.split(" > ")) for part in line.split()}
     for package, parts in LAYERS.items()

@@ -187,7 +187,7 @@ def test_check_interprets_a_kernel_whose_card_is_not_there(monkeypatch, capsys):
     assert main(["check", "--backend", "blackwell", "--kind", "decode"]) == 0
     assert "no card for blackwell here; the Pallas interpreter runs its small cases" in capsys.readouterr().out
     assert [(name, how) for name, _, how in judged] == [("small_decode", {"backend": "blackwell"})]
-    assert all(operator is not command.inkling_rel_attention for _, operator, _ in judged)
+    assert all(operator is not command.OPERATORS["plain"] for _, operator, _ in judged)
 
 
 def test_the_module_is_a_command():

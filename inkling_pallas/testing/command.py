@@ -9,18 +9,17 @@ from typing import Any
 
 import jax
 
-from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.core.cache_layouts import LAYOUTS
 from inkling_pallas.core.console import progress, table
 from inkling_pallas.core.devices import device_capability
 from inkling_pallas.core.dispatch import BACKENDS, INTERPRETER_THREADS, machine_backends
 from inkling_pallas.core.run_info import card_name, describe_run, write_json
+from inkling_pallas.testing import soak_command
 from inkling_pallas.testing.cache_cases import in_layout
 from inkling_pallas.testing.catalog import full_cases, kinds, small_cases
-from inkling_pallas.testing.judge import Operator, Verdict, attend_sheared, interpreted, judge
+from inkling_pallas.testing.judge import OPERATORS, Operator, Verdict, interpreted, judge
 from inkling_pallas.testing.promises import CONTRACT_CHECKS, ContractError
 
-_OPERATORS: dict[str, Operator] = {"plain": inkling_rel_attention, "sheared": attend_sheared}
 _COLUMNS = ("case", "kind", "row error", "limit", "margin", "lse", "alone", "verdict")
 
 
@@ -36,10 +35,11 @@ def parser() -> argparse.ArgumentParser:
         "--layout", choices=LAYOUTS, default="separate", help="of the caches; write_kv cases come in every layout"
     )
     p.add_argument(
-        "--bias", choices=_OPERATORS, default="plain", help="layout of the bias; sheared leaves out the promises"
+        "--bias", choices=OPERATORS, default="plain", help="layout of the bias; sheared leaves out the promises"
     )
     p.add_argument("--out", type=Path, help="folder for the verdicts as JSON, one file per backend")
     p.add_argument("--quiet", action="store_true", help="list only cases that are red or refused")
+    soak_command.add_options(p)
     return p
 
 
@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     if options.backend:  # If it is to be interpreted, each warp takes a thread: XLA reads this as the number of cores.
         os.environ["NPROC"] = str(max(INTERPRETER_THREADS, os.cpu_count() or 1))
+    if soak_command.asked_for(options):
+        return soak_command.main(options, argv)
     on_card = device_capability() is not None
     cases = full_cases(on_card=on_card) if options.full else small_cases()
     cases = in_layout(cases, options.layout)
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if options.backend and options.backend not in BACKENDS:
         print(f"check: --backend must be one of {', '.join(BACKENDS)}; got {options.backend!r}.")
         return 2
-    operator, promises = _OPERATORS[options.bias], CONTRACT_CHECKS if options.bias == "plain" else {}
+    operator, promises = OPERATORS[options.bias], CONTRACT_CHECKS if options.bias == "plain" else {}
     if options.backend and options.backend not in backends:
         print(
             f"check: no card for {options.backend} here; the Pallas interpreter runs its small cases, without promises."

@@ -75,6 +75,10 @@ def attend_sheared(**call: Any) -> Any:
     return inkling_rel_attention(**{**call, "rel_logits": shear(jnp.asarray(call["rel_logits"]), **lengths)})
 
 
+# The operator by the layout of the bias that it is given.
+OPERATORS: dict[str, Operator] = {"plain": inkling_rel_attention, "sheared": attend_sheared}
+
+
 def interpreted(operator: Operator) -> Operator:
     """Returns an operator whose kernels run in the Pallas GPU interpreter, on a few CTAs: it runs one at a time.
 

@@ -180,6 +180,11 @@ def check_bench_context_is_green_and_can_be_red():
         assert json.loads(path.read_text())["result"]["speedup"] is None
 
 
+def check_a_mesh_of_explicit_axes():
+    """As jax.make_mesh makes it when no type is named."""
+    judge(LOCAL, jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,)), head_axis="tp")
+
+
 def unweighted(out, lse, axis):
     return jax.lax.pmean(out, axis), jax.lax.pmax(lse, axis)
 

@@ -28,6 +28,7 @@ CHECKS = (
     "bfloat16",
     "growth_lands_on_the_last_part",
     "bench_context_is_green_and_can_be_red",
+    "a_mesh_of_explicit_axes",
 )
 BROKEN = (
     "parts averaged",

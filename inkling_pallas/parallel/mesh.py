@@ -33,7 +33,7 @@ class AttentionMesh:
     """Which mesh axes the heads and the parts of a sequence lie on. Make one with `AttentionMesh.make`.
 
     Attributes:
-      mesh: as given; where kv heads are replicated, with the axis of the heads cut in two.
+      mesh: as given, with axes of type Auto; where kv heads are replicated, with the axis of the heads cut in two.
       head_axes: axes of the query heads.
       kv_head_axes: axes of the kv heads, a prefix of head_axes.
       context_axis: axis of the parts of a sequence, or None.
@@ -68,7 +68,7 @@ class AttentionMesh:
         With more devices than kv heads, each kv head lies on several devices, which share its query heads.
 
         Args:
-          mesh: its axes are of type Auto.
+          mesh: its axes may be of any type; the division uses the same devices with axes of type Auto.
           num_heads: query heads of the layer, on all devices together.
           num_kv_heads: its kv heads.
           head_axis: mesh axis for the heads, or None.
@@ -86,6 +86,7 @@ class AttentionMesh:
             if axis is not None and axis not in mesh.axis_names:
                 raise refuse(name, f"be an axis of the mesh, {', '.join(mesh.axis_names)}", repr(axis), "Or None.")
         if head_axis is None:
+            mesh = _with_auto_axes(mesh)
             return cls(mesh=mesh, head_axes=(), kv_head_axes=(), context_axis=context_axis)
         if head_axis == context_axis:
             raise refuse(
@@ -93,6 +94,7 @@ class AttentionMesh:
             )
         size = mesh.shape[head_axis]
         _require_divides(head_axis, size, heads, kv_heads)
+        mesh = _with_auto_axes(mesh)
         if size <= kv_heads:
             return cls(mesh=mesh, head_axes=(head_axis,), kv_head_axes=(head_axis,), context_axis=context_axis)
         cut, copies = _cut_axis(mesh, head_axis, kv_heads)
@@ -226,6 +228,11 @@ class AttentionMesh:
     def _map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         # Unchecked: a kernel's outputs do not say over which mesh axes they vary, and psum makes them equal anyway.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _with_auto_axes(mesh: Mesh) -> Mesh:
+    """Returns the same devices with axes of type Auto: a step may give arrays laid in any way."""
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _require_divides(axis: str, size: int, num_heads: int, num_kv_heads: int) -> None:

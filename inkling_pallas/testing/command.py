@@ -50,8 +50,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ["NPROC"] = str(max(INTERPRETER_THREADS, os.cpu_count() or 1))
     if soak_command.asked_for(options):
         return soak_command.main(options, argv)
-    on_card = device_capability() is not None
-    cases = full_cases(on_card=on_card) if options.full else small_cases()
+    cases = full_cases(on_card=device_capability() is not None) if options.full else small_cases()
     cases = in_layout(cases, options.layout)
     known = (*kinds(cases), *CONTRACT_CHECKS)
     if options.kind and options.kind not in known:

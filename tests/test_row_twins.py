@@ -55,15 +55,17 @@ def test_masks(way, keys):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("chunk", [8, 32])
-def test_drop_chunks(way, chunk):
+def test_by_chunk(way, chunk):
     x = numbers(64, 128)
 
     def read(ref):
         scores = plgpu.load(ref, layout=mosaic.WGMMA, optimized=False)
-        return wgmma_rows.drop_chunks(scores, jnp.int32(0b0101), chunk, -7.0, interpret=bool(way))
+        row = mosaic.iota((64,), 0, mosaic.WGMMA_ROWS).astype(jnp.float32)
+        references = wgmma_rows.by_chunk(row, jnp.int32(0b0101), chunk, 128, interpret=bool(way))
+        return scores - references
 
-    dropped = np.isin(np.arange(128) // chunk, [0, 2])
-    expect(through_smem(read, way, x, 64, 128), np.where(dropped, -7.0, np.asarray(x)))
+    gone = np.isin(np.arange(128) // chunk, [0, 2])
+    expect(through_smem(read, way, x, 64, 128), np.where(gone, -np.inf, np.asarray(x) - np.arange(64)[:, None]))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,10 +14,6 @@ from jax import lax
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-# The score of keys that are on no page, where tiles' rows are query rows: far under any other, yet finite, so that a
-# row which has seen nothing else needs no care; their values are zeros. A power of two, whose product with log2(e) is
-# exact: a fused multiply and subtract of two such leaves nothing.
-ABSENT = -(2.0**100)
 # By how much weights may exceed 1, log2. In float16, whose smallest number is 2**-24, that is as much as fits: a key
 # far below the largest keeps its share.
 _HEADROOM_LOG2 = {"bfloat16": 0.0, "float16": 14.0}
@@ -115,8 +111,27 @@ def along_rows(x: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (*x.shape, width), (0,))
 
 
+def largest(scores: jax.Array, absent: jax.Array, chunk: int) -> jax.Array:
+    """Returns the largest score of each row, float32[rows], without a branch on which chunks of keys are there.
+
+    Args:
+      scores: float32[rows, keys].
+      absent: int32 scalar, bit i if chunk i is not there.
+      chunk: keys of a chunk, a multiple of 8.
+    """
+    tops = []
+    for first in range(0, scores.shape[1], chunk):
+        gone = (absent & (1 << first // chunk)) != 0
+        less = jnp.where(gone, jnp.float32(jnp.inf), jnp.float32(0.0))
+        if chunk == scores.shape[1]:
+            return scores.max(axis=1) - less
+        blocks = [scores[:, i : i + 8] for i in range(first, first + chunk, 8)]
+        tops.append(functools.reduce(jnp.maximum, blocks) - less)
+    return functools.reduce(jnp.maximum, tops).max(axis=1)
+
+
 def raise_reference(
-    reference_log2: jax.Array, scores: jax.Array, dtype: str, masked: bool = True
+    reference_log2: jax.Array, largest: jax.Array, dtype: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, the same finite, and what earlier weights are multiplied by.
 
@@ -124,23 +139,25 @@ def raise_reference(
 
     Args:
       reference_log2: float32[rows], before the tile; -inf before any key.
-      scores: float32[rows, keys] in natural units.
+      largest: float32[rows], of the tile's scores in natural units; -inf without any.
       dtype: what the weights will be of.
-      masked: whether scores may be -inf; else the reference is finite as it is.
     """
     headroom, slack = _LAZY_LOG2[dtype]
-    top = scores.max(axis=1) * LOG2_E
+    top = largest * LOG2_E
     if headroom:
         top = top - headroom
     after = jnp.where(top > reference_log2 + slack, top, reference_log2)
-    reference = finite(after) if masked else after
+    reference = finite(after)
     decay = jnp.where(after == reference_log2, jnp.ones_like(top), jnp.exp2(reference_log2 - reference))
     return after, reference, decay
 
 
 def row_weights(scores: jax.Array, reference_log2: jax.Array) -> jax.Array:
-    """Returns the weights of a tile's keys, [rows, keys], relative to a finite score of each row."""
-    return jnp.exp2(scores * LOG2_E - along_rows(reference_log2, scores.shape[1]))
+    """Returns the weights of a tile's keys, relative to a finite score for each; +inf makes a weight 0.
+
+    All float32[rows, keys].
+    """
+    return jnp.exp2(scores * LOG2_E - reference_log2)
 
 
 def add_weights(sums: jax.Array, decay: jax.Array, weights: jax.Array) -> jax.Array:
@@ -154,8 +171,8 @@ def weigh_rows_lazily(
     reference_log2: jax.Array, scores: jax.Array, dtype: str, masked: bool = True
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, what earlier ones are multiplied by, and the tile's own."""
-    after, reference, decay = raise_reference(reference_log2, scores, dtype)
-    return after, decay, row_weights(scores, reference)
+    after, reference, decay = raise_reference(reference_log2, scores.max(axis=1), dtype)
+    return after, decay, row_weights(scores, along_rows(reference, scores.shape[1]))
 
 
 def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
@@ -169,10 +186,10 @@ def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
 
 def scale_and_lse(weight: jax.Array, reference_log2: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns what the sums of some rows are to be multiplied by, and their log-sum-exp in log2 units."""
-    live = (weight > 0.0) & (reference_log2 > ABSENT)
+    live = weight > 0.0
     divisor = jnp.where(live, weight, jnp.ones_like(weight))
     lse_log2 = jnp.where(live, reference_log2 + jnp.log2(divisor), jnp.full_like(divisor, -jnp.inf))
-    return jnp.where(live, 1.0 / divisor, jnp.zeros_like(divisor)), lse_log2
+    return 1.0 / divisor, lse_log2
 
 
 class Merged(NamedTuple):

@@ -50,9 +50,10 @@ def by_row(scores, values, dtype):
     )
     for first in range(0, KEYS, TILE):
         keys = slice(first, first + TILE)
-        tile = jnp.asarray(scores[:, keys])
-        after, reference, decay = softmax.raise_reference(state.reference_log2, tile.max(axis=1), dtype)
-        weights = softmax.row_weights(tile, softmax.along_rows(reference, TILE))
+        after, reference, decay = softmax.raise_reference(
+            state.reference_log2, jnp.asarray(scores[:, keys]).max(axis=1), dtype
+        )
+        weights = softmax.row_weights(jnp.asarray(scores[:, keys]), reference)
         rounded = np.asarray(weights.astype(dtype), np.float32)
         assert np.isfinite(rounded).all()
         acc = state.acc * softmax.along_rows(decay, values.shape[1]) + rounded @ values[keys]
@@ -82,10 +83,3 @@ def test_chunks_are_masked_by_their_bits():
     chunk = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32)[None] // 16, (2, 64))
     masked = np.asarray(softmax.mask_chunks(scores, chunk, jnp.int32(0b1010)))
     np.testing.assert_array_equal(np.isneginf(masked[0]), np.isin(np.arange(64) // 16, [1, 3]))
-
-
-def test_the_largest_score_is_of_a_chunk_that_is_there():
-    scores = jnp.asarray(np.random.default_rng(1).standard_normal((4, 64)).astype(np.float32))
-    found = softmax.largest(scores, jnp.int32(0b0110), 16)
-    np.testing.assert_array_equal(found, np.delete(np.asarray(scores), np.s_[16:48], axis=1).max(axis=1))
-    assert np.isneginf(softmax.largest(scores, jnp.int32(0b1111), 16)).all()

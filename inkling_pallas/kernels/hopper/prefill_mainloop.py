@@ -63,9 +63,8 @@ def attend_tile(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> so
         right: bool = False,
     ) -> softmax.RowState:
         def step(t: jax.Array, state: softmax.RowState) -> softmax.RowState:
-            scores, absent = _scores(smem, bars, queries, work, t, biased, tiling)
-            scores = mask(scores, work.rows, t, left, right, tiling)
-            return _absorb(smem, bars, state, scores, absent, work, t, tiling)
+            scores = _scores(smem, bars, queries, work, t, biased, tiling)
+            return _absorb(smem, bars, state, mask(scores, work.rows, t, left, right, tiling), work, t, tiling)
 
         return lax.fori_loop(begin, end, step, state)
 
@@ -121,8 +120,8 @@ def read_queries(smem: Smem, bars: Barriers, work: Work, tiling: RowTiling) -> j
 
 def _scores(
     smem: Smem, bars: Barriers, queries: jax.Array, work: Work, t: jax.Array, biased: bool, tiling: RowTiling
-) -> tuple[jax.Array, jax.Array]:
-    """Returns scores in natural units, [64, block_kv], and absent chunks, after passing the turn. K has landed.
+) -> jax.Array:
+    """Returns scores in natural units, [64, block_kv], after passing the turn. K has landed.
 
     Waits on band_ready, arrives on band_free and k_free.
     """
@@ -139,7 +138,8 @@ def _scores(
     plgpu.barrier_arrive(bars.k_free.at[stage])
     if not tiling.scales_queries:
         scores = scores * tiling.problem.softmax_scale
-    return scores if tile_bias is None else scores + tile_bias, absent
+    scores = drop_absent(scores, absent, tiling)
+    return scores if tile_bias is None else scores + tile_bias
 
 
 def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowTiling) -> jax.Array:
@@ -154,17 +154,13 @@ def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowT
     return values.astype(jnp.float32)
 
 
-def weigh(
-    reference_log2: jax.Array, scores: jax.Array, absent: jax.Array, tiling: RowTiling
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what weights are relative to after a tile, the same for each key, and how much earlier weights decay.
+def drop_absent(scores: jax.Array, absent: jax.Array, tiling: RowTiling) -> jax.Array:
+    """Returns scores with -inf at keys of absent chunks."""
 
-    Keys of absent chunks count for nothing.
-    """
-    top = softmax.largest(scores, absent, tiling.chunk)
-    after, reference, decay = softmax.raise_reference(reference_log2, top, tiling.problem.dtype)
-    keys = scores.shape[1]
-    return after, wgmma_rows.by_chunk(reference, absent, tiling.chunk, keys, interpret=tiling.interpret), decay
+    def drop(scores: jax.Array) -> jax.Array:
+        return wgmma_rows.drop_chunks(scores, absent, tiling.chunk, interpret=tiling.interpret)
+
+    return lax.cond(absent != 0, drop, lambda scores: scores, scores)
 
 
 def mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool, tiling: RowTiling) -> jax.Array:
@@ -181,29 +177,20 @@ def mask(scores: jax.Array, piece: Piece, t: jax.Array, left: bool, right: bool,
     return scores
 
 
-def _weigh(
-    state: softmax.RowState, scores: jax.Array, absent: jax.Array, tiling: RowTiling
-) -> tuple[softmax.RowState, jax.Array]:
+def _weigh(state: softmax.RowState, scores: jax.Array, tiling: RowTiling) -> tuple[softmax.RowState, jax.Array]:
     """Returns the state with a tile's weights but without its values, and the weights."""
-    after, reference, decay = weigh(state.reference_log2, scores, absent, tiling)
+    after, reference, decay = softmax.raise_reference(state.reference_log2, scores.max(axis=1), tiling.problem.dtype)
     weights = softmax.row_weights(scores, reference)
     acc = wgmma_rows.rescale(state.acc, decay, interpret=tiling.interpret)
     return softmax.RowState(acc, after, softmax.add_weights(state.weight, decay, weights)), weights
 
 
 def _absorb(
-    smem: Smem,
-    bars: Barriers,
-    state: softmax.RowState,
-    scores: jax.Array,
-    absent: jax.Array,
-    work: Work,
-    t: jax.Array,
-    tiling: RowTiling,
+    smem: Smem, bars: Barriers, state: softmax.RowState, scores: jax.Array, work: Work, t: jax.Array, tiling: RowTiling
 ) -> softmax.RowState:
     """Returns the state with a tile's keys, holding the turn. Waits on v_ready and the next k_ready; frees V."""
     stage = work.stage(t, tiling)
-    state, weights = _weigh(state, scores, absent, tiling)
+    state, weights = _weigh(state, scores, tiling)
     # Nothing of the softmax may sink into the turn: the other warpgroup waits for it.
     state, low = lax.optimization_barrier((state, weights.astype(jnp.dtype(tiling.problem.dtype))))
     plgpu.barrier_wait(bars.v_ready.at[stage])

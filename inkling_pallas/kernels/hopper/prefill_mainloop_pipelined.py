@@ -69,15 +69,15 @@ def _first_step(
     windowed = tiling.problem.window_left is not None
 
     def with_bias() -> jax.Array:
-        return _finish_scores(smem, bars, scores, work, bands.first, tiling, biased=True)
+        return _finish_scores(smem, bars, scores, absent, work, bands.first, tiling, biased=True)
 
     def without() -> jax.Array:
-        return _finish_scores(smem, bars, scores, work, bands.first, tiling)
+        return _finish_scores(smem, bars, scores, absent, work, bands.first, tiling)
 
     scores = with_bias() if windowed else lax.cond(bands.first >= bands.biased, with_bias, without)
     scores = prefill_mainloop.mask(scores, work.rows, bands.first, windowed, True, tiling)
     state = prefill_mainloop.no_keys(tiling)
-    after, reference, decay = prefill_mainloop.weigh(state.reference_log2, scores, absent, tiling)
+    after, reference, decay = _weigh(state.reference_log2, scores, absent, tiling)
     weights = softmax.row_weights(scores, reference)
     state = state._replace(reference_log2=after, weight=softmax.add_weights(state.weight, decay, weights))
     return _Ahead(state, weights.astype(jnp.dtype(tiling.problem.dtype)))
@@ -87,6 +87,7 @@ def _finish_scores(
     smem: Smem,
     bars: Barriers,
     scores: jax.Array,
+    absent: jax.Array,
     work: Work,
     t: jax.Array,
     tiling: RowTiling,
@@ -96,7 +97,30 @@ def _finish_scores(
     """Returns scores in natural units, with their bias if they have one."""
     if not tiling.scales_queries:
         scores = scores * tiling.problem.softmax_scale
+    if not _is_whole(tiling):
+        scores = prefill_mainloop.drop_absent(scores, absent, tiling)
     return scores + prefill_mainloop.read_bias(smem, bars, work, t, tiling) if biased else scores
+
+
+def _is_whole(tiling: RowTiling) -> bool:
+    """True if a KV tile lies in one page, so that all of its keys are there or none is."""
+    return tiling.chunk == tiling.block_kv
+
+
+def _weigh(
+    reference_log2: jax.Array, scores: jax.Array, absent: jax.Array, tiling: RowTiling
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what weights are relative to after a tile, what this tile's are, and how much earlier ones decay.
+
+    No branch masks an absent tile, which would part the scores from what is done with them: its scores are taken for
+    -inf, and its weights are relative to +inf.
+    """
+    top = scores.max(axis=1)
+    if not _is_whole(tiling):
+        return softmax.raise_reference(reference_log2, top, tiling.problem.dtype)
+    far = jnp.where(absent != 0, jnp.float32(jnp.inf), jnp.float32(0.0))
+    after, reference, decay = softmax.raise_reference(reference_log2, top - far, tiling.problem.dtype)
+    return after, reference + far, decay
 
 
 def _step(
@@ -129,9 +153,9 @@ def _step(
 
     def absorb(scores: jax.Array, absent: jax.Array) -> tuple[jax.Array, ...]:
         plgpu.barrier_arrive(bars.k_free.at[stage])
-        scores = _finish_scores(smem, bars, scores, work, t, tiling, biased=biased)
+        scores = _finish_scores(smem, bars, scores, absent, work, t, tiling, biased=biased)
         scores = prefill_mainloop.mask(scores, work.rows, t, left, right, tiling)
-        after, reference, decay = prefill_mainloop.weigh(state.reference_log2, scores, absent, tiling)
+        after, reference, decay = _weigh(state.reference_log2, scores, absent, tiling)
         wgmma_rows.stay_before(decay, interpret=tiling.interpret)
         return after, reference, decay, scores
 

@@ -176,23 +176,20 @@ def keep_from(scores: jax.Array, begin: jax.Array, *, interpret: bool) -> jax.Ar
     return _mask(scores, begin, before=False, interpret=interpret)
 
 
-def by_chunk(x: jax.Array, absent: jax.Array, chunk: int, keys: int, *, interpret: bool) -> jax.Array:
-    """Returns a value of each row for each key, and +inf for the keys of some chunks: float32[64, keys], WGMMA layout.
-
-    A thread holds one value for each row and chunk, whatever the number of keys.
+def drop_chunks(scores: jax.Array, absent: jax.Array, chunk: int, *, interpret: bool) -> jax.Array:
+    """Returns float32[64, keys] scores with -inf at the keys of some chunks.
 
     Args:
-      x: float32[64] in the reduced WGMMA layout.
+      scores: in the WGMMA layout.
       absent: int32 scalar, bit i for the i-th chunk.
       chunk: keys of a chunk, a multiple of 8.
-      keys: in all.
       interpret: use the twin.
     """
     if interpret:
-        bit = lax.broadcasted_iota(jnp.int32, (64, keys), 1) // chunk
-        return jnp.where((absent >> bit) & 1 == 0, lax.broadcast_in_dim(x, (64, keys), (0,)), jnp.inf)
-    code = functools.partial(ptx_rows.by_chunk, chunk=chunk, keys=keys)
-    return call_inline(code, (WGMMA_ROWS, SCALAR), x, absent, result=result_type((64, keys), x.dtype, WGMMA))
+        bit = lax.broadcasted_iota(jnp.int32, scores.shape, 1) // chunk
+        return jnp.where((absent >> bit) & 1 == 0, scores, jnp.full_like(scores, -jnp.inf))
+    code = functools.partial(ptx_rows.drop_chunks, chunk=chunk)
+    return call_inline(code, (WGMMA, SCALAR), scores, absent, result=result_type(scores.shape, scores.dtype, WGMMA))
 
 
 def _mask(scores: jax.Array, limit: jax.Array, *, before: bool, interpret: bool) -> jax.Array:

@@ -111,25 +111,6 @@ def along_rows(x: jax.Array, width: int) -> jax.Array:
     return lax.broadcast_in_dim(x, (*x.shape, width), (0,))
 
 
-def largest(scores: jax.Array, absent: jax.Array, chunk: int) -> jax.Array:
-    """Returns the largest score of each row, float32[rows], without a branch on which chunks of keys are there.
-
-    Args:
-      scores: float32[rows, keys].
-      absent: int32 scalar, bit i if chunk i is not there.
-      chunk: keys of a chunk, a multiple of 8.
-    """
-    tops = []
-    for first in range(0, scores.shape[1], chunk):
-        gone = (absent & (1 << first // chunk)) != 0
-        less = jnp.where(gone, jnp.float32(jnp.inf), jnp.float32(0.0))
-        if chunk == scores.shape[1]:
-            return scores.max(axis=1) - less
-        blocks = [scores[:, i : i + 8] for i in range(first, first + chunk, 8)]
-        tops.append(functools.reduce(jnp.maximum, blocks) - less)
-    return functools.reduce(jnp.maximum, tops).max(axis=1)
-
-
 def raise_reference(
     reference_log2: jax.Array, largest: jax.Array, dtype: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -153,11 +134,8 @@ def raise_reference(
 
 
 def row_weights(scores: jax.Array, reference_log2: jax.Array) -> jax.Array:
-    """Returns the weights of a tile's keys, relative to a finite score for each; +inf makes a weight 0.
-
-    All float32[rows, keys].
-    """
-    return jnp.exp2(scores * LOG2_E - reference_log2)
+    """Returns the weights of a tile's keys, [rows, keys], relative to a score of each row: finite, or +inf for 0."""
+    return jnp.exp2(scores * LOG2_E - along_rows(reference_log2, scores.shape[1]))
 
 
 def add_weights(sums: jax.Array, decay: jax.Array, weights: jax.Array) -> jax.Array:
@@ -172,7 +150,7 @@ def weigh_rows_lazily(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what weights are relative to after a tile, what earlier ones are multiplied by, and the tile's own."""
     after, reference, decay = raise_reference(reference_log2, scores.max(axis=1), dtype)
-    return after, decay, row_weights(scores, along_rows(reference, scores.shape[1]))
+    return after, decay, row_weights(scores, reference)
 
 
 def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:

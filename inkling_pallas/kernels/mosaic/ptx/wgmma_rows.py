@@ -105,23 +105,17 @@ def mask(scores: Any, limit: Any, *, before: bool) -> Any:
     return _wrap(registers, scores.layout)
 
 
-def by_chunk(x: Any, absent: Any, *, chunk: int, keys: int) -> Any:
-    """Returns x of each row for each key, +inf in chunks of keys whose bit is set: a select for each row and chunk."""
-    word = ir.F32Type.get()
-    far = arith.constant(word, ir.FloatAttr.get(word, float("inf")))
-    registers, layout = _empty((64, keys), word)
-    pairs: dict[tuple[int, int], Any] = {}
-    for index, block, half in _places(registers):
-        place = (half, 8 * block // chunk)
-        if place not in pairs:
-            bit = arith.andi(absent.registers.item(), i32(1 << place[1]))
-            value = arith.select(arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0)), _per_row(x)[half], far)
-            pair = llvm.mlir_undef(ir.VectorType.get((2,), word))
-            for i in (0, 1):
-                pair = vector.insert(value, pair, [], [i])
-            pairs[place] = pair
-        registers[index] = pairs[place]
-    return _wrap(registers, layout)
+def drop_chunks(scores: Any, absent: Any, *, chunk: int) -> Any:
+    """Returns scores with -inf at chunks of keys whose bit is set: one test for each block of 8 columns."""
+    kind = scores.registers.flat[0].type
+    nothing = arith.constant(
+        kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, float("-inf")))
+    )
+    registers = np.array(scores.registers, dtype=object, copy=True)
+    for index, block, _ in _places(registers):
+        bit = arith.andi(absent.registers.item(), i32(1 << 8 * block // chunk))
+        registers[index] = arith.select(arith.cmpi(arith.CmpIPredicate.eq, bit, i32(0)), registers[index], nothing)
+    return _wrap(registers, scores.layout)
 
 
 def scatter(ref: Any, rows: Any, x: Any) -> None:

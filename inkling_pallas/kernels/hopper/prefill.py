@@ -192,7 +192,7 @@ def _compute(
 
 def _write_rows(out: Any, lse: Any, state: softmax.RowState, piece: Piece, tiling: RowTiling) -> None:
     """Writes the live rows of a warpgroup."""
-    values, lse_log2 = softmax.finish_rows(state)
+    values, lse_log2 = softmax.finish_rows(state, None if tiling.overlap else softmax.ABSENT)
     live = piece.tokens * tiling.problem.group
 
     def row_of(row: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a compute warpgroup of the prefill kernel does with one tile: its walk over the KV tiles, band by band."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -155,10 +156,15 @@ def read_bias(smem: Smem, bars: Barriers, work: Work, t: jax.Array, tiling: RowT
 
 
 def drop_absent(scores: jax.Array, absent: jax.Array, tiling: RowTiling) -> jax.Array:
-    """Returns scores with -inf at keys of absent chunks."""
+    """Returns scores before their bias, lowered at keys of absent chunks.
+
+    Without overlap to a finite score, which takes 1.4 % more time than no mask where -inf takes 2.7 % (8,192 tokens of
+    a local layer, NVIDIA H200, jax 0.11.2, 2026-12-01).
+    """
+    value = -math.inf if tiling.overlap else softmax.ABSENT
 
     def drop(scores: jax.Array) -> jax.Array:
-        return wgmma_rows.drop_chunks(scores, absent, tiling.chunk, interpret=tiling.interpret)
+        return wgmma_rows.drop_chunks(scores, absent, tiling.chunk, value, interpret=tiling.interpret)
 
     return lax.cond(absent != 0, drop, lambda scores: scores, scores)
 

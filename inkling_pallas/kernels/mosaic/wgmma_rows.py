@@ -176,19 +176,20 @@ def keep_from(scores: jax.Array, begin: jax.Array, *, interpret: bool) -> jax.Ar
     return _mask(scores, begin, before=False, interpret=interpret)
 
 
-def drop_chunks(scores: jax.Array, absent: jax.Array, chunk: int, *, interpret: bool) -> jax.Array:
-    """Returns float32[64, keys] scores with -inf at the keys of some chunks.
+def drop_chunks(scores: jax.Array, absent: jax.Array, chunk: int, value: float, *, interpret: bool) -> jax.Array:
+    """Returns float32[64, keys] scores with `value` at the keys of some chunks.
 
     Args:
       scores: in the WGMMA layout.
       absent: int32 scalar, bit i for the i-th chunk.
       chunk: keys of a chunk, a multiple of 8.
+      value: what the scores there become.
       interpret: use the twin.
     """
     if interpret:
         bit = lax.broadcasted_iota(jnp.int32, scores.shape, 1) // chunk
-        return jnp.where((absent >> bit) & 1 == 0, scores, jnp.full_like(scores, -jnp.inf))
-    code = functools.partial(ptx_rows.drop_chunks, chunk=chunk)
+        return jnp.where((absent >> bit) & 1 == 0, scores, jnp.full_like(scores, value))
+    code = functools.partial(ptx_rows.drop_chunks, chunk=chunk, value=value)
     return call_inline(code, (WGMMA, SCALAR), scores, absent, result=result_type(scores.shape, scores.dtype, WGMMA))
 
 

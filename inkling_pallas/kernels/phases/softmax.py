@@ -14,6 +14,9 @@ from jax import lax
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
+# A score for keys that are on no page, whose values are zeros: far under any other, yet finite. As a power of two times
+# log2(e) it is exact, so that a fused multiply and subtract of two such leaves nothing.
+ABSENT = -(2.0**100)
 # By how much weights may exceed 1, log2. In float16, whose smallest number is 2**-24, that is as much as fits: a key
 # far below the largest keeps its share.
 _HEADROOM_LOG2 = {"bfloat16": 0.0, "float16": 14.0}
@@ -153,21 +156,27 @@ def weigh_rows_lazily(
     return after, decay, row_weights(scores, reference)
 
 
-def finish_rows(state: RowState) -> tuple[jax.Array, jax.Array]:
+def finish_rows(state: RowState, lowest: float | None = None) -> tuple[jax.Array, jax.Array]:
     """Returns the normalised rows [rows, head_dim] and their log-sum-exp in log2 units.
 
     0 and -inf for a row without keys.
     """
-    scale, lse_log2 = scale_and_lse(state.weight.sum(axis=1), state.reference_log2)
+    scale, lse_log2 = scale_and_lse(state.weight.sum(axis=1), state.reference_log2, lowest)
     return state.acc * along_rows(scale, state.acc.shape[1]), lse_log2
 
 
-def scale_and_lse(weight: jax.Array, reference_log2: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns what the sums of some rows are to be multiplied by, and their log-sum-exp in log2 units."""
-    live = weight > 0.0
+def scale_and_lse(
+    weight: jax.Array, reference_log2: jax.Array, lowest: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what the sums of some rows are to be multiplied by, and their log-sum-exp in log2 units.
+
+    A row has seen no key where its weights are 0, or what they are relative to is at most `lowest`.
+    """
+    live = weight > 0.0 if lowest is None else (weight > 0.0) & (reference_log2 > lowest)
     divisor = jnp.where(live, weight, jnp.ones_like(weight))
     lse_log2 = jnp.where(live, reference_log2 + jnp.log2(divisor), jnp.full_like(divisor, -jnp.inf))
-    return 1.0 / divisor, lse_log2
+    scale = 1.0 / divisor
+    return scale if lowest is None else jnp.where(live, scale, jnp.zeros_like(scale)), lse_log2
 
 
 class Merged(NamedTuple):

@@ -105,12 +105,10 @@ def mask(scores: Any, limit: Any, *, before: bool) -> Any:
     return _wrap(registers, scores.layout)
 
 
-def drop_chunks(scores: Any, absent: Any, *, chunk: int) -> Any:
-    """Returns scores with -inf at chunks of keys whose bit is set: one test for each block of 8 columns."""
+def drop_chunks(scores: Any, absent: Any, *, chunk: int, value: float) -> Any:
+    """Returns scores with `value` at chunks of keys whose bit is set: one test for each block of 8 columns."""
     kind = scores.registers.flat[0].type
-    nothing = arith.constant(
-        kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, float("-inf")))
-    )
+    nothing = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, value)))
     registers = np.array(scores.registers, dtype=object, copy=True)
     for index, block, _ in _places(registers):
         bit = arith.andi(absent.registers.item(), i32(1 << 8 * block // chunk))

@@ -78,6 +78,10 @@ def _padded(call: dict[str, Any], most: dict[str, int]) -> dict[str, Any]:
             padded[name] = _grown(padded[name], axis, most[what], value)
     for name in ("key_cache", "value_cache"):
         padded[name] = jax.tree.map(lambda x: _grown(np.asarray(x), 0, most["pages"], np.nan), padded[name])
+    # Ids outside the pool stay outside of it.
+    pages, table = _sizes(call)["pages"], padded["block_table"]
+    outside = (table >= pages) & (table < _DEAD_ENTRY - most["pages"])
+    padded["block_table"] = np.where(outside, table + np.int32(most["pages"] - pages), table)
     offsets = padded["cu_seqlens_q"]
     padded["cu_seqlens_q"] = _grown(offsets, 0, most["sequences"] + 1, offsets[-1])
     return padded

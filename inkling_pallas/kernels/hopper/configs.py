@@ -200,7 +200,8 @@ def _clustered(problem: Problem, card: Card) -> Config | None:
         allowed = _broken_rule(dataclasses.replace(tiling, num_ctas=ctas, ranks=size)) is None
         # Many rows are bound by products, for which all SMs are wanted.
         few_rows = tiling.columns <= _FEWEST_COLUMNS * size
-        if not (allowed and few_rows and (short or (reads_fast and ctas >= _READING_CTAS))):
+        pays = short or (reads_fast and ctas >= _READING_CTAS)
+        if not (allowed and few_rows and pays and ctas <= card.num_sms):
             continue
         small, large = (Config(block_kv=n, num_stages=2, num_ctas=ctas, cluster_size=size) for n in (64, 128))
         one_per_sm = large if keys > small.block_kv * size and tiling.columns <= 2 * _FEWEST_COLUMNS else small

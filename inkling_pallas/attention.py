@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from inkling_pallas.core.card_only import for_card
 from inkling_pallas.core.checked_call import BatchPlan, check_call, planned_problem
-from inkling_pallas.core.devices import default_device, device_capability
+from inkling_pallas.core.devices import default_device, device_capability, on_auto_axes
 from inkling_pallas.core.dispatch import (
     Choice,
     Explanation,
@@ -93,8 +93,9 @@ def inkling_rel_attention(
       out: an array like the result; the result uses its buffer when it is donated under jax.jit.
       out_dtype: dtype of the result; default that of q.
       return_lse: also return the log-sum-exp.
-      backend: "auto" takes the fastest that can, by the default device; or a name: "portable", "hopper" or
-        "blackwell", which was interpreted and assembled, never run on a card, so that "auto" leaves it out.
+      backend: "auto" takes the fastest that can, by the default device, and portable for arrays of several devices
+        outside `jax.shard_map`; or a name: "portable", "hopper" or "blackwell", which was interpreted and assembled,
+        never run on a card, so that "auto" leaves it out.
       config: a Config of the backend; None chooses.
       interpret: run the named kernel in the Pallas GPU interpreter; portable has no kernel and refuses.
 
@@ -105,7 +106,8 @@ def inkling_rel_attention(
     Raises:
       ValueError: at trace time, for a wrong shape, dtype or static argument. Contents are made safe, not checked: see
         `check_batch`.
-      NotImplementedError: where no (or not the named) backend takes the call, and when differentiated.
+      NotImplementedError: where no (or not the named) backend takes the call, as no kernel takes arrays of several
+        devices outside `jax.shard_map`: see `AttentionMesh`. And when differentiated.
 
     Numerics:
       A row has the same bits in every run of the same batch. With a kernel that splits keys, the lengths of other
@@ -132,7 +134,11 @@ def inkling_rel_attention(
         warn_on_fallback(call.choice)
     require_device(call.choice.backend, call.operands.q, call.interpret)
     static = _Static(call.problem, call.choice.backend, call.choice.config, call.interpret)
-    result, lse = _jitted_operator(static, call.operands, call.lengths, call.plan)
+    run = functools.partial(_jitted_operator, static)
+    arrays = (call.operands, call.lengths, call.plan)
+    if call.spread is not None:
+        run = on_auto_axes(run, arrays, call.operands.q, return_lse)
+    result, lse = run(*arrays)
     return (result, lse) if return_lse else result
 
 
@@ -225,7 +231,7 @@ def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Expla
     call = check_call(_bound(q, key_cache, value_cache, arguments))
     faster = call.choice.passed_over
     if call.plan is not None and arguments.get("backend", "auto") == "auto":
-        faster = choose(call.problem, "auto", None).passed_over  # the plan was made with these in mind
+        faster = choose(call.problem, "auto", None, call.spread).passed_over  # the plan was made with these in mind
     return Explanation(
         backend=call.choice.backend,
         config=call.choice.config,

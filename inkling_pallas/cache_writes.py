@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from inkling_pallas.core import cache_layouts
 from inkling_pallas.core.card_only import for_card
-from inkling_pallas.core.devices import Card, default_device
+from inkling_pallas.core.devices import Card, default_device, spread
 from inkling_pallas.core.dispatch import kernels_of, known_backend, load_backend, require_device, usual_card
 from inkling_pallas.core.errors import int32_array, refuse, require_array, require_plain, static_bool
 from inkling_pallas.core.integers import div, rem
@@ -49,7 +49,8 @@ def write_kv(
 
     Raises:
       ValueError: at trace time, for a wrong shape, dtype or static argument.
-      NotImplementedError: where the named backend does not take the write.
+      NotImplementedError: where the named backend does not take the write, as the kernel none of arrays of several
+        devices outside `jax.shard_map`: see `AttentionMesh`.
 
     Example:
       >>> import jax.numpy as jnp, inkling_pallas as ip
@@ -71,7 +72,8 @@ def write_kv(
     require_array("slots", slots, (k.shape[0],), "int32", "One per row of k; -1 for a row that is not to be written.")
     arrays = tuple(map(jnp.asarray, cache.arrays))
     card = usual_card("hopper", _device_of(arrays[0]))
-    writing = (cache.layout, arrays, len(k), card)
+    no_kernel = spread({"cache": arrays[0], "k": k, "v": v, "slots": slots})
+    writing = (cache.layout, arrays, len(k), card, no_kernel)
     chosen = _choose(known_backend(backend, WRITERS), *writing, static_bool("interpret", interpret))
     written = _jitted_write(cache.layout, chosen, card, interpret, arrays, *map(jnp.asarray, (k, v, slots)))
     return dataclasses.replace(cache, arrays=written)
@@ -83,15 +85,21 @@ def _device_of(array: jax.Array) -> Any:
 
 
 def _choose(
-    backend: str, layout: str, arrays: tuple[jax.Array, ...], num_tokens: int, card: Card, interpret: bool
+    backend: str,
+    layout: str,
+    arrays: tuple[jax.Array, ...],
+    num_tokens: int,
+    card: Card,
+    no_kernel: str | None,
+    interpret: bool,
 ) -> str:
     """Returns the backend of a write; raises NotImplementedError where the named one does not take it."""
     if backend == "auto":
-        has_kernel = "hopper" in kernels_of(_device_of(arrays[0]))
+        has_kernel = no_kernel is None and "hopper" in kernels_of(_device_of(arrays[0]))
         backend = "hopper" if has_kernel and not _passed_over(layout, arrays, num_tokens, card) else "portable"
     elif backend == "hopper":
         kernel = load_backend("write_kv")
-        reason = kernel.unsupported(kernel.describe(arrays, layout, num_tokens, card))
+        reason = no_kernel or kernel.unsupported(kernel.describe(arrays, layout, num_tokens, card))
         if reason is not None:
             raise NotImplementedError(reason)
     if interpret and backend == "portable":

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from inkling_pallas.core.card_only import for_card
-from inkling_pallas.core.devices import default_device
+from inkling_pallas.core.devices import default_device, spread
 from inkling_pallas.core.dispatch import kernels_of, load_backend, require_threads, usual_card
 from inkling_pallas.core.errors import FLOAT_DTYPES, int32_array, refuse, require_array, require_plain, static_bool
 from inkling_pallas.core.problem import Lengths
@@ -223,7 +223,11 @@ def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *,
         return None
     if interpret:
         require_threads()
+    no_kernel = spread({"r" if projects else "rel_logits": source})
+    if no_kernel is not None and backend != "auto":
+        raise NotImplementedError(no_kernel)
     kernel = load_backend("shear")
     card = usual_card("hopper")
-    lacks = backend == "auto" and kernel.unsupported(source, rel_extent, projects=projects, card=card) is not None
-    return None if lacks else kernel
+    if backend == "auto" and (no_kernel or kernel.unsupported(source, rel_extent, projects=projects, card=card)):
+        return None
+    return kernel

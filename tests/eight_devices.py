@@ -19,9 +19,12 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import inkling_pallas as ip
+from inkling_pallas import cache_writes, relative_bias
 from inkling_pallas.bench import context
+from inkling_pallas.core import checked_call, dispatch
 from inkling_pallas.parallel import merge as relative
 from inkling_pallas.parallel import mesh as sharding
 from inkling_pallas.parallel.context import ContextShards
@@ -183,6 +186,98 @@ def check_bench_context_is_green_and_can_be_red():
 def check_a_mesh_of_explicit_axes():
     """As jax.make_mesh makes it when no type is named."""
     judge(LOCAL, jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Explicit,)), head_axis="tp")
+
+
+LARGE = dataclasses.replace(MIXED, name="large", dtype="bfloat16", head_dim=64, block_size=16)
+
+
+@contextlib.contextmanager
+def as_on_hopper():
+    """Lets every call decide as if all devices had the kernels."""
+    with contextlib.ExitStack() as stack:
+        for module in (dispatch, cache_writes, checked_call, relative_bias):
+            stack.enter_context(mock.patch.object(module, "kernels_of", return_value=("hopper",)))
+        yield
+
+
+def assert_no_kernel(run, *operands):
+    """Asserts that `run(backend)` is portable by "auto", with the reason, and refuses the kernel, traced and not."""
+    choices = []
+
+    def explained(*operands):
+        choices.append(run("auto", *operands))
+        return operands
+
+    explained(*operands)
+    jax.jit(explained)(*operands)
+    assert len(choices) == 2
+    for choice in choices:
+        assert choice.backend == "portable"
+        assert "AttentionMesh" in choice.passed_over["hopper"]
+    for call in (run, lambda backend, *operands: jax.eval_shape(functools.partial(run, backend), *operands)):
+        assert_names_the_mesh(call, "hopper", *operands)
+
+
+def assert_names_the_mesh(call, *arguments):
+    with pytest.raises(NotImplementedError, match="AttentionMesh"):
+        call(*arguments)
+
+
+def check_arrays_of_several_devices_take_no_kernel():
+    q, whole, call = call_of(LARGE)
+    new, slots = jnp.ones((1100, 2, 64), jnp.bfloat16), jnp.arange(1100, dtype=jnp.int32) % 64
+    explain = lambda backend, q, cache: ip.explain(q, cache, None, **call, backend=backend)  # noqa: E731
+    with as_on_hopper():
+        assert explain("auto", q, whole).backend == "hopper"
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((2,), ("tp",), axis_types=(kind,))
+        lie = jax.sharding.NamedSharding(mesh, jax.P(None, None, "tp"))
+        cache = jax.device_put(whole, lie)
+        with as_on_hopper():
+            assert_no_kernel(explain, q, cache)
+            assert_names_the_mesh(functools.partial(ip.write_kv, backend="hopper"), cache, new, new, slots)
+            spread = dataclasses.replace(LARGE, rel_extent=64)
+            logits = jax.device_put(build(spread)["rel_logits"], jax.sharding.NamedSharding(mesh, jax.P(None, "tp")))
+            lengths = {name: call[name] for name in ("cache_seqlens", "cu_seqlens_q")}
+            assert_names_the_mesh(functools.partial(ip.shear, **lengths, backend="hopper"), logits)
+            write = jax.jit(ip.write_kv, donate_argnums=0)
+            written = write.lower(cache, new, new, slots).compile()
+            attend = jax.jit(lambda q, cache: ip.inkling_rel_attention(q, cache, None, **call, return_lse=True))
+            heads = jax.device_put(q, jax.sharding.NamedSharding(mesh, jax.P(None, "tp")))
+            compiled = attend.lower(heads, cache).compile()
+            out, lse = compiled(heads, cache)
+        want, want_lse = ip.reference_rel_attention(q, whole, None, **call, return_lse=True)
+        assert_rows_close(out, want, actual_lse=lse, expected_lse=want_lse, limit=8e-3)
+        assert "all-gather" not in str(compiled.as_text())
+        assert "all-gather" not in str(written.as_text())
+        want = ip.write_kv(whole, new[:64], new[:64], slots[:64])
+        got = written(cache, new, new, slots)
+        for mine, theirs in zip(got.arrays, want.arrays, strict=True):
+            np.testing.assert_array_equal(np.asarray(mine).astype(np.float32), np.asarray(theirs).astype(np.float32))
+    # What the in_shardings of a jit say is known when it is lowered.
+    lie = jax.sharding.NamedSharding(mesh_of(tp=2), jax.P(None, None, "tp"))
+    write = jax.jit(functools.partial(ip.write_kv, backend="hopper"), in_shardings=(lie, None, None, None))
+    traced = write.trace(whole, new, new, slots)
+    assert_names_the_mesh(lambda: traced.lower(lowering_platforms=("cuda",)))
+
+
+def check_a_context_mesh_takes_no_kernel_but_inside_shard_map():
+    q, whole, call = call_of(LARGE)
+    explain = lambda backend, q, cache: ip.explain(q, cache, None, **call, backend=backend)  # noqa: E731
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        with as_on_hopper(), jax.set_mesh(jax.make_mesh((2,), ("tp",), axis_types=(kind,))):
+            assert_no_kernel(explain, q, whole)
+    for axes, backend in (({"a", "b"}, "hopper"), ({"a"}, "portable")):
+        taken = []
+
+        def inside(q, cache, taken=taken):
+            taken.append(explain("auto", q, cache).backend)
+            return q
+
+        with as_on_hopper():
+            run = functools.partial(jax.shard_map, axis_names=axes, check_vma=False, mesh=mesh_of(a=2, b=2))
+            jax.jit(run(inside, in_specs=jax.P(), out_specs=jax.P()))(q, whole)
+        assert taken == [backend]
 
 
 def unweighted(out, lse, axis):

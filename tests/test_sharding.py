@@ -29,6 +29,8 @@ CHECKS = (
     "growth_lands_on_the_last_part",
     "bench_context_is_green_and_can_be_red",
     "a_mesh_of_explicit_axes",
+    "arrays_of_several_devices_take_no_kernel",
+    "a_context_mesh_takes_no_kernel_but_inside_shard_map",
 )
 BROKEN = (
     "parts averaged",

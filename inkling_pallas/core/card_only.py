@@ -6,6 +6,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from inkling_pallas.core.devices import SPREAD
+
 _MARK = Primitive("inkling_card_only")
 _MARK.def_impl(lambda x, *, backend: x)
 _MARK.def_abstract_eval(lambda x, *, backend: x)
@@ -30,5 +32,15 @@ def _refuse(_: Any, __: Any, *, backend: str) -> Any:
 
 
 mlir.register_lowering(_MARK, _refuse)
-mlir.register_lowering(_MARK, lambda _, x, *, backend: [x], platform="cuda")
+
+
+def _allow(context: Any, x: Any, *, backend: str) -> Any:
+    """Lets a kernel pass, but not in a program that XLA cuts for several devices, as by the in_shardings of a jit."""
+    count = getattr(context.module_context.axis_context, "num_devices", None) or 1
+    if count > 1:
+        raise NotImplementedError(SPREAD.format(name=f"backend {backend!r}", count=f"a program for {count} devices"))
+    return [x]
+
+
+mlir.register_lowering(_MARK, _allow, platform="cuda")
 batching.primitive_batchers[_MARK] = lambda args, axes, *, backend: (_MARK.bind(*args, backend=backend), axes[0])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from inkling_pallas.core.buckets import bucket_max_seqlen_q
 from inkling_pallas.core.describe import one_line_repr
-from inkling_pallas.core.devices import default_device
+from inkling_pallas.core.devices import default_device, spread
 from inkling_pallas.core.dispatch import Choice, choose, complete_config, kernels_of, usual_card
 from inkling_pallas.core.errors import int32_array, refuse, require_plain, static_bool
 from inkling_pallas.core.paged_cache import unpack_cache
@@ -41,6 +41,7 @@ class Call(NamedTuple):
     lengths: Lengths
     plan: BatchPlan | None
     interpret: bool
+    spread: str | None
 
 
 def check_call(arguments: Mapping[str, Any]) -> Call:
@@ -62,13 +63,14 @@ def check_call(arguments: Mapping[str, Any]) -> Call:
         raise refuse("plan", "be a BatchPlan or None", type(plan).__name__, _ONE_PLAN)
     planned = None if plan is None else _Planned(plan.problem, plan.backend, plan.config)
     device = default_device()
-    facts = (Operands(*map(_shape_of, operands)), Lengths(*map(_shape_of, lengths)), layout, static, planned)
+    no_kernel = spread(operands._asdict())
+    facts = (Operands(*map(_shape_of, operands)), Lengths(*map(_shape_of, lengths)), layout, static, planned, no_kernel)
     try:
         # 1, 1.0 and True are equal, but not all of them are right, so types count; so does what runs on the device.
         problem, choice = _decide(*facts, (_types_of(static), device, kernels_of(device)))
     except TypeError:  # something wrong cannot be hashed
         problem, choice = _decide.__wrapped__(*facts, None)
-    return Call(problem, choice, operands, lengths, plan, interpret)
+    return Call(problem, choice, operands, lengths, plan, interpret, no_kernel)
 
 
 class _Static(NamedTuple):
@@ -114,7 +116,13 @@ def _types_of(static: _Static) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _decide(
-    operands: Operands, lengths: Lengths, layout: str, static: _Static, planned: _Planned | None, key: Any
+    operands: Operands,
+    lengths: Lengths,
+    layout: str,
+    static: _Static,
+    planned: _Planned | None,
+    no_kernel: str | None,
+    key: Any,
 ) -> tuple[Problem, Choice]:
     """Returns the problem and the choice of a call; of arrays only shapes and dtypes count."""
     del key
@@ -126,7 +134,7 @@ def _decide(
     if planned is not None:
         _require_fitting_plan(planned, problem, backend, config)
         backend, config = planned.backend, planned.config
-    return problem, choose(problem, backend, config)
+    return problem, choose(problem, backend, config, no_kernel)
 
 
 def _require_plain(name: str, value: Any) -> None:

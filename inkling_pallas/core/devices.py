@@ -3,9 +3,13 @@
 import ctypes
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.core
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,69 @@ def device_capability(device: Any = None) -> tuple[int, int] | None:
     text = getattr(device or default_device(), "compute_capability", None)
     parts = str(text).split(".")
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdigit() for p in parts) else None
+
+
+def spread(arrays: Mapping[str, Any]) -> str | None:
+    """Returns why no kernel may take arrays: they lie on several devices, not cut by `jax.shard_map`.
+
+    XLA cannot cut a kernel, so it would gather the whole cache on each device. What `in_shardings` of a jit around the
+    call say is not known here; `for_card` refuses it.
+
+    Args:
+      arrays: the arrays of a call by argument, traced, concrete or jax.ShapeDtypeStruct.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    left = 1 if context.empty else _devices_left(context)
+    if left > 1:
+        return SPREAD.format(name="the mesh in context", count=f"{left} devices")
+    if AxisType.Manual in context.axis_types:
+        return None
+    for name, array in arrays.items():
+        count = _devices_of(array)
+        if count > 1:
+            return SPREAD.format(name=name, count=f"{count} devices")
+    return None
+
+
+SPREAD = (
+    "{name} must lie on one device, or be cut by jax.shard_map; got {count}. For a kernel XLA would gather whole "
+    "arrays on each: use AttentionMesh."
+)
+
+
+def on_auto_axes(function: Callable[..., Any], arrays: Any, like: Any, has_second: bool) -> Callable[..., Any]:
+    """Returns a function of a pytree of arrays that lets XLA lay what it makes, where a mesh has axes of type Explicit.
+
+    Args:
+      function: returns (an array of the first axes of `like`, the same or None).
+      arrays: the pytree.
+      like: the array as which the results lie.
+      has_second: whether the second result is an array.
+    """
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(arrays)]
+    meshes = [s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types]
+    if not meshes:
+        return function
+    spec = jax.typeof(like).sharding.spec
+    lies = tuple(NamedSharding(meshes[0], PartitionSpec(*spec[:axes])) for axes in (3, 2))
+    return jax.sharding.auto_axes(function, out_sharding=lies if has_second else (lies[0], None))
+
+
+def _devices_of(array: Any) -> int:
+    """Returns over how many devices XLA, and not a `jax.shard_map`, lays an array."""
+    array = getattr(array, "table", array) if not isinstance(array, jax.Array) else array  # of ShearedLogits
+    if isinstance(array, jax.core.Tracer):
+        return _devices_left(jax.typeof(array).sharding.mesh)
+    sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return _devices_left(sharding.mesh)
+    return 1 if sharding is None else sharding.num_devices
+
+
+def _devices_left(mesh: AbstractMesh) -> int:
+    """Returns the devices of a mesh along the axes that no `jax.shard_map` has cut."""
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in axes if kind != AxisType.Manual)
 
 
 def card_of(device: Any = None) -> Card | None:

@@ -61,8 +61,8 @@ def load_backend(name: str) -> ModuleType:
     return importlib.import_module(f"inkling_pallas.kernels.{name}")
 
 
-def choose(problem: Problem, backend: str, config: Any) -> Choice:
-    """Returns the backend and config for a problem.
+def choose(problem: Problem, backend: str, config: Any, spread: str | None = None) -> Choice:
+    """Returns the backend and config for a problem; `spread` says why no kernel may take its arrays.
 
     Raises:
       ValueError: for an unknown backend, or a config that is not of the chosen backend.
@@ -72,7 +72,8 @@ def choose(problem: Problem, backend: str, config: Any) -> Choice:
     for name in _candidates(known_backend(backend)):
         module = load_backend(name)
         card = usual_card(name)
-        reason = module.unsupported(problem, card) or _wrong_config(module, config, name, backend)
+        no_kernel = None if name == "portable" else spread
+        reason = no_kernel or module.unsupported(problem, card) or _wrong_config(module, config, name, backend)
         if reason is None and backend == "auto":
             reason = getattr(module, "unproven", _proven)(problem)
         if reason is None:

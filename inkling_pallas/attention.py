@@ -2,14 +2,15 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from inkling_pallas.core.card_only import for_card
+from inkling_pallas.core.card_only import by_platform, for_card
 from inkling_pallas.core.checked_call import BatchPlan, check_call, planned_problem
-from inkling_pallas.core.devices import default_device, device_capability, on_auto_axes
+from inkling_pallas.core.devices import device_capability, on_auto_axes
 from inkling_pallas.core.dispatch import (
     Choice,
     Explanation,
@@ -30,8 +31,7 @@ class _Static(NamedTuple):
     """The static part of the jit key."""
 
     problem: Problem
-    backend: str
-    config: Any
+    choice: Choice
     interpret: bool
 
 
@@ -93,9 +93,9 @@ def inkling_rel_attention(
       out: an array like the result; the result uses its buffer when it is donated under jax.jit.
       out_dtype: dtype of the result; default that of q.
       return_lse: also return the log-sum-exp.
-      backend: "auto" takes the fastest that can, by the default device, and portable for arrays of several devices
-        outside `jax.shard_map`; or a name: "portable", "hopper" or "blackwell", which was interpreted and assembled,
-        never run on a card, so that "auto" leaves it out.
+      backend: "auto" takes the fastest that can on the device of the arrays, or that a traced call is compiled for, and
+        portable for arrays of several devices outside `jax.shard_map`; or a name: "portable", "hopper" or "blackwell",
+        which was interpreted and assembled, never run on a card, so that "auto" leaves it out.
       config: a Config of the backend; None chooses.
       interpret: run the named kernel in the Pallas GPU interpreter; portable has no kernel and refuses.
 
@@ -131,14 +131,16 @@ def inkling_rel_attention(
             "rel_logits", "be an array", "None", "It is [num_tokens, num_heads, rel_extent]; see relative_logits()."
         )
     if backend == "auto" and plan is None:
-        warn_on_fallback(call.choice)
-    require_device(call.choice.backend, call.operands.q, call.interpret)
-    static = _Static(call.problem, call.choice.backend, call.choice.config, call.interpret)
-    run = functools.partial(_jitted_operator, static)
+        warn_on_fallback(call.choice, call.place.device)
+    require_device(call.choice.backend, call.place, call.interpret)
+    run = functools.partial(_jitted_operator, _Static(call.problem, call.choice, call.interpret))
     arrays = (call.operands, call.lengths, call.plan)
     if call.spread is not None:
         run = on_auto_axes(run, arrays, call.operands.q, return_lse)
-    result, lse = run(*arrays)
+    other = None
+    if call.takes_either:
+        other = functools.partial(_jitted_operator, _Static(call.problem, call.elsewhere(), interpret=False))
+    result, lse = by_platform(run, other, *arrays)
     return (result, lse) if return_lse else result
 
 
@@ -173,9 +175,10 @@ def plan_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Ba
     if call.interpret:
         require_threads()
     if arguments.get("backend", "auto") == "auto":
-        warn_on_fallback(call.choice)
+        warn_on_fallback(call.choice, call.place.device)
+    run = functools.partial(_jitted_plan, call.problem, call.choice, call.interpret)
     return BatchPlan(
-        work=_jitted_plan(call.problem, call.choice, call.interpret, call.lengths),
+        work=by_platform(run, functools.partial(_no_plan, run) if call.takes_either else None, call.lengths),
         problem=planned_problem(call.problem),
         backend=call.choice.backend,
         config=call.choice.config,
@@ -209,7 +212,7 @@ def check_batch(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> N
     check_batch_contents(call.problem, call.operands.block_table, call.lengths, bound["max_seqlen_q"])
     if isinstance(call.operands.rel_logits, ShearedLogits):
         check_shifts(call.operands.rel_logits, call.lengths)
-    if call.plan is not None:
+    if call.plan is not None and call.plan.backend == call.choice.backend:
         check_plan(call.plan.work, _jitted_plan(call.problem, call.choice, call.interpret, call.lengths))
 
 
@@ -231,12 +234,13 @@ def explain(q: Any, key_cache: Any, value_cache: Any, **arguments: Any) -> Expla
     call = check_call(_bound(q, key_cache, value_cache, arguments))
     faster = call.choice.passed_over
     if call.plan is not None and arguments.get("backend", "auto") == "auto":
-        faster = choose(call.problem, "auto", None, call.spread).passed_over  # the plan was made with these in mind
+        # The plan was made with these in mind.
+        faster = choose(call.problem, "auto", None, call.spread, call.place.device).passed_over
     return Explanation(
         backend=call.choice.backend,
         config=call.choice.config,
-        device=default_device().device_kind,
-        capability=device_capability(),
+        device=call.place.device.device_kind,
+        capability=device_capability(call.place.device),
         passed_over=dict(faster),
     )
 
@@ -258,20 +262,28 @@ def _jitted_plan(problem: Problem, choice: Choice, interpret: bool, lengths: Len
         return load_backend(choice.backend).plan(problem, choice.config, lengths, interpret)
 
 
+def _no_plan(run: Callable[[Lengths], Any], lengths: Lengths) -> Any:
+    """Returns zeros like a plan: the operator makes its own where the plan is of another backend."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, lengths))
+
+
 @functools.partial(jax.jit, static_argnums=(0,))
 def _jitted_operator(
     static: _Static, operands: Operands, lengths: Lengths, plan: BatchPlan | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs the chosen backend."""
-    problem, backend, config, interpret = static
+    problem, choice, interpret = static
+    backend, config = choice.backend, choice.config
     operands = _without_derivative(operands)
     if problem.is_empty:
         rows = (problem.num_tokens, problem.num_heads)
         lse = jnp.full(rows, -jnp.inf, jnp.float32) if problem.return_lse else None
         return jnp.zeros((*rows, problem.head_dim), problem.out_dtype), lse
     operands = operands._replace(q=for_card(operands.q, backend, interpret))
-    choice = Choice(backend=backend, config=config)
-    work = _jitted_plan(problem, choice, interpret, lengths) if plan is None else plan.work
+    if plan is not None and plan.backend == backend:
+        work = plan.work
+    else:
+        work = _jitted_plan(problem, choice, interpret, lengths)
     with jax.named_scope(f"inkling_rel_attention_{backend}"):
         return load_backend(backend).attend(problem, config, operands, work, interpret)
 

@@ -2,15 +2,13 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 
 from inkling_pallas.core import cache_layouts
-from inkling_pallas.core.card_only import for_card
-from inkling_pallas.core.devices import Card, default_device, spread
+from inkling_pallas.core.card_only import by_platform, for_card
+from inkling_pallas.core.devices import Card, Place, place_of, spread
 from inkling_pallas.core.dispatch import kernels_of, known_backend, load_backend, require_device, usual_card
 from inkling_pallas.core.errors import int32_array, refuse, require_array, require_plain, static_bool
 from inkling_pallas.core.integers import div, rem
@@ -41,7 +39,7 @@ def write_kv(
         whose slot lies outside [0, num_blocks * block_size), such as -1 for padding, is not written. Where two tokens
         have the same slot, it is unspecified which is written, also element by element: give each token its own.
       backend: "portable" (a scatter; for sharded arrays outside shard_map), "hopper" (a kernel), or "auto": the kernel
-        from 1,024 tokens on where the device has it.
+        from 1,024 tokens on where the device of the cache has it.
       interpret: run the named kernel in the Pallas GPU interpreter.
 
     Returns:
@@ -71,21 +69,20 @@ def write_kv(
     slots = int32_array("slots", slots)
     require_array("slots", slots, (k.shape[0],), "int32", "One per row of k; -1 for a row that is not to be written.")
     arrays = tuple(map(jnp.asarray, cache.arrays))
-    card = usual_card("hopper", _device_of(arrays[0]))
+    place = place_of((*arrays, k, v, slots))
+    card = usual_card("hopper", place.device)
     no_kernel = spread({"cache": arrays[0], "k": k, "v": v, "slots": slots})
     writing = (cache.layout, arrays, len(k), card, no_kernel)
-    chosen = _choose(known_backend(backend, WRITERS), *writing, static_bool("interpret", interpret))
-    written = _jitted_write(cache.layout, chosen, card, interpret, arrays, *map(jnp.asarray, (k, v, slots)))
+    chosen = _choose(known_backend(backend, WRITERS), place, *writing, static_bool("interpret", interpret))
+    write, other = (functools.partial(_jitted_write, cache.layout, x, card, interpret) for x in (chosen, "portable"))
+    takes_either = place.is_guess and backend == "auto" and chosen != "portable"
+    written = by_platform(write, other if takes_either else None, arrays, *map(jnp.asarray, (k, v, slots)))
     return dataclasses.replace(cache, arrays=written)
-
-
-def _device_of(array: jax.Array) -> Any:
-    """Returns the device of an array; of one that is traced, the default device."""
-    return default_device() if isinstance(array, jax.core.Tracer) else next(iter(array.devices()))
 
 
 def _choose(
     backend: str,
+    place: Place,
     layout: str,
     arrays: tuple[jax.Array, ...],
     num_tokens: int,
@@ -95,7 +92,7 @@ def _choose(
 ) -> str:
     """Returns the backend of a write; raises NotImplementedError where the named one does not take it."""
     if backend == "auto":
-        has_kernel = no_kernel is None and "hopper" in kernels_of(_device_of(arrays[0]))
+        has_kernel = no_kernel is None and "hopper" in kernels_of(place.device)
         backend = "hopper" if has_kernel and not _passed_over(layout, arrays, num_tokens, card) else "portable"
     elif backend == "hopper":
         kernel = load_backend("write_kv")
@@ -106,7 +103,7 @@ def _choose(
         raise NotImplementedError(
             "interpret must be False for a scatter, which has no kernel; got True. Name a kernel."
         )
-    require_device(backend, arrays[0], interpret)
+    require_device(backend, place, interpret)
     return backend
 
 

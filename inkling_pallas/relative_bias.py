@@ -3,13 +3,14 @@
 Both are made from the relative query and the projection of a layer; `shear` makes the second form from the first.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from inkling_pallas.core.card_only import for_card
-from inkling_pallas.core.devices import default_device, spread
+from inkling_pallas.core.card_only import by_platform, for_card
+from inkling_pallas.core.devices import Place, place_of, spread
 from inkling_pallas.core.dispatch import kernels_of, load_backend, require_threads, usual_card
 from inkling_pallas.core.errors import FLOAT_DTYPES, int32_array, refuse, require_array, require_plain, static_bool
 from inkling_pallas.core.problem import Lengths
@@ -107,7 +108,7 @@ def shear(
       kv_offset: int32[batch] or None.
       total_seqlens: int32[batch] or None.
       backend: "portable" is plain jnp; "hopper" a kernel for compute capability 9.0, for 16-bit dtypes and extents that
-        are multiples of 8; "auto" takes the kernel where the default device and the table allow it.
+        are multiples of 8; "auto" takes the kernel where the device of the table and the table allow it.
       interpret: run the kernel in the Pallas GPU interpreter.
 
     Raises:
@@ -127,12 +128,15 @@ def shear(
     num_tokens, _, rel_extent = rel_logits.shape
     lengths = Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens)
     shifts = _shifts(lengths, num_tokens, rel_extent)
-    kernel = _kernel(backend, interpret, rel_logits, rel_extent, projects=False)
+    place = place_of((rel_logits, shifts))
+    kernel = _kernel(backend, interpret, rel_logits, rel_extent, place, projects=False)
+
+    def by_kernel(rel_logits: jax.Array, shifts: jax.Array) -> jax.Array:
+        marked = for_card(rel_logits, "hopper", interpret)
+        return kernel.shear(marked, shifts, interpret, usual_card("hopper", place.device))
+
     with jax.named_scope("inkling_shear"):
-        if kernel is None:
-            table = shear_rows(rel_logits, shifts)
-        else:
-            table = kernel.shear(for_card(rel_logits, "hopper", interpret), shifts, interpret, usual_card("hopper"))
+        table = _make(by_kernel, shear_rows, kernel, backend, place, rel_logits, shifts)
     return ShearedLogits(table=table, shifts=shifts, rel_extent=rel_extent)
 
 
@@ -182,14 +186,18 @@ def sheared_relative_logits(
     table = jax.eval_shape(relative_logits, r, proj, tau)
     num_tokens, _, rel_extent = table.shape
     shifts = _shifts(Lengths(cache_seqlens, cu_seqlens_q, kv_offset, total_seqlens), num_tokens, rel_extent)
-    kernel = _kernel(backend, interpret, r, rel_extent, projects=True)
+    place = place_of((r, proj, tau, shifts))
+    kernel = _kernel(backend, interpret, r, rel_extent, place, projects=True)
+
+    def by_kernel(r: jax.Array, proj: jax.Array, tau: jax.Array | None, shifts: jax.Array) -> jax.Array:
+        marked = for_card(r, "hopper", interpret)
+        return kernel.project(marked, proj, tau, shifts, interpret, usual_card("hopper", place.device))
+
+    def in_two(r: jax.Array, proj: jax.Array, tau: jax.Array | None, shifts: jax.Array) -> jax.Array:
+        return shear_rows(relative_logits(r, proj, tau), shifts)
+
     with jax.named_scope("inkling_sheared_relative_logits"):
-        if kernel is None:
-            sheared = shear_rows(relative_logits(r, proj, tau), shifts)
-        else:
-            sheared = kernel.project(
-                for_card(r, "hopper", interpret), proj, tau, shifts, interpret, usual_card("hopper")
-            )
+        sheared = _make(by_kernel, in_two, kernel, backend, place, r, proj, tau, shifts)
     return ShearedLogits(table=sheared, shifts=shifts, rel_extent=rel_extent)
 
 
@@ -212,14 +220,28 @@ def _shifts(lengths: Lengths, num_tokens: int, rel_extent: int) -> jax.Array:
     return shifts_of_rows(num_tokens, lengths, rel_extent)
 
 
-def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *, projects: bool) -> Any:
+def _make(
+    by_kernel: Callable[..., jax.Array],
+    other: Callable[..., jax.Array],
+    kernel: Any,
+    backend: str,
+    place: Place,
+    *arrays: Any,
+) -> jax.Array:
+    """Returns the table by the kernel if there is one, which "auto" may have guessed."""
+    if kernel is None:
+        return other(*arrays)
+    return by_platform(by_kernel, other if place.is_guess and backend == "auto" else None, *arrays)
+
+
+def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, place: Place, *, projects: bool) -> Any:
     """Returns the module of kernels to use, or None for plain jnp."""
     if backend not in ("auto", *PRODUCERS):
         rule = f"be 'auto' or one of {', '.join(map(repr, PRODUCERS))}"
         raise refuse("backend", rule, repr(backend), "'auto' takes the kernel where the device has it.")
     if backend != "hopper" and static_bool("interpret", interpret):
         raise refuse("interpret", "be False without a kernel", interpret, "Name it: backend='hopper'.")
-    if backend == "portable" or (backend == "auto" and "hopper" not in kernels_of(default_device())):
+    if backend == "portable" or (backend == "auto" and "hopper" not in kernels_of(place.device)):
         return None
     if interpret:
         require_threads()
@@ -227,7 +249,7 @@ def _kernel(backend: str, interpret: Any, source: jax.Array, rel_extent: int, *,
     if no_kernel is not None and backend != "auto":
         raise NotImplementedError(no_kernel)
     kernel = load_backend("shear")
-    card = usual_card("hopper")
+    card = usual_card("hopper", place.device)
     if backend == "auto" and (no_kernel or kernel.unsupported(source, rel_extent, projects=projects, card=card)):
         return None
     return kernel

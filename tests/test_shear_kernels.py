@@ -14,7 +14,7 @@ from twins import WAYS, expect, numbers, result, run, through_smem
 
 import inkling_pallas as ip
 from inkling_pallas import relative_bias
-from inkling_pallas.core.devices import H200
+from inkling_pallas.core.devices import H200, Place
 from inkling_pallas.core.sheared_layout import ShearedLogits, shear_rows
 from inkling_pallas.kernels import shear
 from inkling_pallas.kernels.mosaic import sheared_loads
@@ -109,7 +109,8 @@ def test_auto_takes_the_kernel_where_the_device_and_the_table_allow_it(monkeypat
     sources = [
         jnp.ones((2, 1, width), dtype) for width, dtype in [(16, jnp.bfloat16), (16, jnp.float32), (12, jnp.float16)]
     ]
-    taken = lambda: [relative_bias._kernel("auto", False, x, x.shape[2], projects=False) for x in sources]  # noqa: E731
+    here = Place(None, is_guess=False)
+    taken = lambda: [relative_bias._kernel("auto", False, x, x.shape[2], here, projects=False) for x in sources]  # noqa: E731
     assert taken() == [None, None, None]
     monkeypatch.setattr(relative_bias, "kernels_of", lambda device: ("hopper",))
     assert taken() == [shear, None, None]

@@ -22,3 +22,11 @@ def aliased_outputs(compiled: Any) -> int:
     """Returns how many results of a compiled module use the buffer of an argument."""
     header = compiled.as_text().splitlines()[0]
     return len(re.findall(r"\{[\d, ]*\}: \(\d+", header.partition("input_output_alias=")[2].partition(" entry_")[0]))
+
+
+def assert_pool_in_place(compiled: Any) -> None:
+    """Asserts that a step of `steps` uses the buffer of its packed pool and copies it nowhere."""
+    shape = re.escape("bf16[54,2,16,128]")
+    assert aliased_outputs(compiled) == 1
+    assert re.search(shape + r"\S* (copy|transpose)\(", compiled.as_text()) is None
+    assert compiled.memory_analysis().alias_size_in_bytes >= 54 * 2 * 16 * 128 * 2

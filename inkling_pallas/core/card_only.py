@@ -1,5 +1,10 @@
-"""A mark on what kernels read: where a program with it is lowered for another device than a GPU, we say so."""
+"""What only the lowering of a program knows: for which device it is.
 
+`by_platform` gives a program for another device than an NVIDIA GPU its own code. `for_card` is a mark on what a named
+kernel reads: where it is lowered for another device, we say so.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +16,14 @@ from inkling_pallas.core.devices import SPREAD
 _MARK = Primitive("inkling_card_only")
 _MARK.def_impl(lambda x, *, backend: x)
 _MARK.def_abstract_eval(lambda x, *, backend: x)
+
+
+def by_platform[Result](kernel: Callable[..., Result], other: Callable[..., Result] | None, *arrays: Any) -> Result:
+    """Returns `kernel(*arrays)` in a program for NVIDIA GPUs, `other(*arrays)` in one for any other device.
+
+    A program for one platform holds one of the two alone. Without `other` it is `kernel(*arrays)` everywhere.
+    """
+    return kernel(*arrays) if other is None else jax.lax.platform_dependent(*arrays, cuda=kernel, default=other)
 
 
 def for_card(array: jax.Array, backend: str, interpret: Any = False) -> jax.Array:
@@ -26,8 +39,10 @@ def for_card(array: jax.Array, backend: str, interpret: Any = False) -> jax.Arra
     return array if backend == "portable" or interpret else _MARK.bind(array, backend=backend)
 
 
-def _refuse(_: Any, __: Any, *, backend: str) -> Any:
+def _refuse(context: Any, _: Any, *, backend: str) -> Any:
     advice = "Use backend='auto', or interpret=True to run it in the Pallas interpreter."
+    if len(context.module_context.platforms) > 1:  # jax lowers each branch of `by_platform` for all of them
+        advice = "Export for one platform at a time, or name backend='portable'."
     raise NotImplementedError(f"backend {backend!r} must run on its own GPUs; got another device. {advice}")
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from inkling_pallas.core.buckets import bucket_max_seqlen_q
 from inkling_pallas.core.describe import one_line_repr
-from inkling_pallas.core.devices import default_device, spread
-from inkling_pallas.core.dispatch import Choice, choose, complete_config, kernels_of, usual_card
+from inkling_pallas.core.devices import Place, place_of, spread
+from inkling_pallas.core.dispatch import Choice, choose, complete_config, kernels_of, load_backend, usual_card
 from inkling_pallas.core.errors import int32_array, refuse, require_plain, static_bool
 from inkling_pallas.core.paged_cache import unpack_cache
 from inkling_pallas.core.problem import Lengths, Operands, Problem, make_problem
@@ -42,6 +42,12 @@ class Call(NamedTuple):
     plan: BatchPlan | None
     interpret: bool
     spread: str | None
+    place: Place
+    takes_either: bool  # the choice in a program for an NVIDIA GPU, `elsewhere()` in any other
+
+    def elsewhere(self) -> Choice:
+        """Returns the choice in a program for another device."""
+        return Choice(backend="portable", config=load_backend("portable").choose_config(self.problem))
 
 
 def check_call(arguments: Mapping[str, Any]) -> Call:
@@ -61,16 +67,18 @@ def check_call(arguments: Mapping[str, Any]) -> Call:
     plan, interpret = arguments["plan"], static_bool("interpret", arguments["interpret"])
     if plan is not None and not isinstance(plan, BatchPlan):
         raise refuse("plan", "be a BatchPlan or None", type(plan).__name__, _ONE_PLAN)
-    planned = None if plan is None else _Planned(plan.problem, plan.backend, plan.config)
-    device = default_device()
+    place = place_of((*operands, *lengths))
+    planned = None if plan is None else _planned(plan, static.backend, interpret, place)
     no_kernel = spread(operands._asdict())
-    facts = (Operands(*map(_shape_of, operands)), Lengths(*map(_shape_of, lengths)), layout, static, planned, no_kernel)
+    shapes = (Operands(*map(_shape_of, operands)), Lengths(*map(_shape_of, lengths)))
+    facts = (*shapes, layout, static, planned, no_kernel, place.device)
     try:
         # 1, 1.0 and True are equal, but not all of them are right, so types count; so does what runs on the device.
-        problem, choice = _decide(*facts, (_types_of(static), device, kernels_of(device)))
+        problem, choice = _decide(*facts, (_types_of(static), kernels_of(place.device)))
     except TypeError:  # something wrong cannot be hashed
         problem, choice = _decide.__wrapped__(*facts, None)
-    return Call(problem, choice, operands, lengths, plan, interpret, no_kernel)
+    takes_either = place.is_guess and static.backend == "auto" and choice.backend != "portable" and not interpret
+    return Call(problem, choice, operands, lengths, plan, interpret, no_kernel, place, takes_either)
 
 
 class _Static(NamedTuple):
@@ -94,6 +102,13 @@ class _Planned(NamedTuple):
     problem: Problem
     backend: str
     config: Any
+    is_used: bool
+
+
+def _planned(plan: BatchPlan, backend: Any, interpret: bool, place: Place) -> _Planned:
+    """Returns what a plan was made for; arrays that are on another device than its kernel's do without it by "auto"."""
+    has_kernel = plan.backend == "portable" or interpret or place.is_guess or plan.backend in kernels_of(place.device)
+    return _Planned(plan.problem, plan.backend, plan.config, is_used=backend != "auto" or has_kernel)
 
 
 class _Shape(NamedTuple):
@@ -122,6 +137,7 @@ def _decide(
     static: _Static,
     planned: _Planned | None,
     no_kernel: str | None,
+    device: Any,
     key: Any,
 ) -> tuple[Problem, Choice]:
     """Returns the problem and the choice of a call; of arrays only shapes and dtypes count."""
@@ -132,9 +148,10 @@ def _decide(
         operands, lengths, layout=layout, bucket=bucket_max_seqlen_q, **dict(zip(names, of_problem, strict=True))
     )
     if planned is not None:
-        _require_fitting_plan(planned, problem, backend, config)
-        backend, config = planned.backend, planned.config
-    return problem, choose(problem, backend, config, no_kernel)
+        _require_fitting_plan(planned, problem, backend, config, device)
+        if planned.is_used:
+            backend, config = planned.backend, planned.config
+    return problem, choose(problem, backend, config, no_kernel, device)
 
 
 def _require_plain(name: str, value: Any) -> None:
@@ -158,7 +175,7 @@ def planned_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, softmax_scale=1.0, out_dtype=problem.dtype, return_lse=False)
 
 
-def _require_fitting_plan(planned: _Planned, problem: Problem, backend: str, config: Any) -> None:
+def _require_fitting_plan(planned: _Planned, problem: Problem, backend: str, config: Any, device: Any) -> None:
     """Raises ValueError where a plan was made for another kind of call."""
     call = planned_problem(problem)
     for field in dataclasses.fields(Problem):
@@ -167,5 +184,5 @@ def _require_fitting_plan(planned: _Planned, problem: Problem, backend: str, con
             raise refuse("plan", f"be made for {field.name} = {wanted}", made, _ONE_PLAN)
     if backend not in ("auto", planned.backend):
         raise refuse("plan", f"be made for backend {backend!r}", repr(planned.backend), _ONE_PLAN)
-    if config is not None and complete_config(config, usual_card(planned.backend)) != planned.config:
+    if config is not None and complete_config(config, usual_card(planned.backend, device)) != planned.config:
         raise refuse("plan", f"be made for config {config}", planned.config, _ONE_PLAN)

@@ -4,8 +4,8 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -35,6 +35,50 @@ def default_device() -> Any:
     """Returns the device that a jitted call without placed arguments runs on."""
     chosen = jax.config.jax_default_device
     return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0] if chosen else jax.devices()[0]
+
+
+class Place(NamedTuple):
+    """The device that a call runs on; a guess where it is traced, as it may be compiled for another."""
+
+    device: Any
+    is_guess: bool
+
+
+def place_of(arrays: Iterable[Any]) -> Place:
+    """Returns where a call runs: as in any call of jax, where one of its arrays was put, or on the default device.
+
+    Args:
+      arrays: those of a call, traced, concrete or jax.ShapeDtypeStruct; what is no array counts for nothing.
+    """
+    placed = None
+    for array in arrays:
+        if array is None:
+            continue
+        array = getattr(array, "table", array)  # of ShearedLogits
+        if isinstance(array, jax.core.Tracer):
+            return Place(_likely_device(default_device()), is_guess=True)
+        placed = placed or _put_on(array)
+    return Place(placed or default_device(), is_guess=False)
+
+
+def _put_on(array: Any) -> Any:
+    """Returns the device that an array was put on; None for one that goes where the others are."""
+    if isinstance(array, jax.Array):
+        return next(iter(array.devices())) if array.committed else None
+    sharding = getattr(array, "sharding", None)  # of jax.ShapeDtypeStruct
+    is_abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    return None if sharding is None or is_abstract else next(iter(sharding.device_set))
+
+
+@functools.cache
+def _likely_device(default: Any) -> Any:
+    """Returns an NVIDIA GPU where there is one: what is compiled for another device has a branch of its own."""
+    if device_capability(default) is not None:
+        return default
+    try:
+        return jax.devices("cuda")[0]
+    except RuntimeError:  # none in this process
+        return default
 
 
 def device_capability(device: Any = None) -> tuple[int, int] | None:

@@ -9,15 +9,13 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import jax.core
-
 from inkling_pallas.core.describe import describe
-from inkling_pallas.core.devices import B200, H200, Card, card_of, default_device, device_capability
+from inkling_pallas.core.devices import B200, H200, Card, Place, card_of, default_device, device_capability
 from inkling_pallas.core.errors import refuse
 from inkling_pallas.core.problem import Problem
 
 BACKENDS = ("portable", "hopper", "blackwell")
-# Fastest first, by the major compute capability of the default device; any other device takes portable.
+# Fastest first, by the major compute capability of the device; any other device takes portable.
 _KERNELS_BY_CAPABILITY: dict[int, tuple[str, ...]] = {9: ("hopper",), 10: ("blackwell",), 11: ("blackwell",)}
 INTERPRETER_THREADS = 16  # one for each warp of a kernel's four warpgroups
 _USUAL_CARDS = {"hopper": H200, "blackwell": B200}  # of kernels that are named where no card of theirs is
@@ -33,7 +31,7 @@ class Choice:
 
     backend: str
     config: Any
-    passed_over: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[tuple[str, str], ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class Explanation:
         lines += [f"not {name!r}: {reason}" for name, reason in self.passed_over.items()]
         if self.backend == "portable" and not self.passed_over:
             none_here = f"there is no kernel for {self.device} yet."
-            no_card = "kernels need an NVIDIA GPU, and the default device is none."
+            no_card = "kernels need an NVIDIA GPU, and this device is none."
             lines.append(f"no faster one: {no_card if self.capability is None else none_here}")
         return "\n".join(lines)
 
@@ -61,17 +59,24 @@ def load_backend(name: str) -> ModuleType:
     return importlib.import_module(f"inkling_pallas.kernels.{name}")
 
 
-def choose(problem: Problem, backend: str, config: Any, spread: str | None = None) -> Choice:
-    """Returns the backend and config for a problem; `spread` says why no kernel may take its arrays.
+def choose(problem: Problem, backend: str, config: Any, spread: str | None = None, device: Any = None) -> Choice:
+    """Returns the backend and config for a problem on a device, the default one if None.
+
+    Args:
+      problem: static facts.
+      backend: a name, or "auto".
+      config: a Config, or None.
+      spread: why no kernel may take the arrays, or None.
+      device: where the call runs.
 
     Raises:
       ValueError: for an unknown backend, or a config that is not of the chosen backend.
       NotImplementedError: where the named backend, or each one for "auto", lacks this problem.
     """
     passed_over = []
-    for name in _candidates(known_backend(backend)):
+    for name in _candidates(known_backend(backend), device):
         module = load_backend(name)
-        card = usual_card(name)
+        card = card_of(device) if name == "portable" else usual_card(name, device)
         no_kernel = None if name == "portable" else spread
         reason = no_kernel or module.unsupported(problem, card) or _wrong_config(module, config, name, backend)
         if reason is None and backend == "auto":
@@ -97,7 +102,7 @@ def usual_card(name: str, device: Any = None) -> Card:
     return card or _USUAL_CARDS.get(name, H200)
 
 
-def complete_config(config: Any, card: Card) -> Any:
+def complete_config(config: Any, card: Card | None) -> Any:
     """Returns a config with what it leaves to the card filled in."""
     return config.on(card) if hasattr(config, "on") else config
 
@@ -114,10 +119,10 @@ def _proven(problem: Problem) -> None:
     """Stands for the `unproven` of a backend that has run all it takes on a device."""
 
 
-def _candidates(backend: str) -> tuple[str, ...]:
+def _candidates(backend: str, device: Any = None) -> tuple[str, ...]:
     if backend != "auto":
         return (backend,)
-    return (*kernels_of(default_device()), "portable")
+    return (*kernels_of(device or default_device()), "portable")
 
 
 def kernels_of(device: Any) -> tuple[str, ...]:
@@ -152,19 +157,19 @@ def require_threads() -> None:
         raise refuse("interpret", f"be False with fewer than {INTERPRETER_THREADS} threads", f"True on {cores}", advice)
 
 
-def require_device(backend: str, array: Any, interpret: bool) -> None:
+def require_device(backend: str, place: Place, interpret: bool) -> None:
     """Raises NotImplementedError where a kernel is to run now on a device that it is not for.
 
-    Nothing is known of the device inside a traced call: that may be compiled for a card that is elsewhere.
+    A traced call may be compiled for a card that is elsewhere.
 
     Raises:
       ValueError: where the interpreter has too few threads.
     """
     if interpret and backend != "portable":
         require_threads()
-    if backend == "portable" or interpret or isinstance(array, jax.core.Tracer):
+    device = place.device
+    if backend == "portable" or interpret or place.is_guess:
         return
-    (device, *_) = array.devices()
     if backend not in kernels_of(device):
         capability = device_capability(device)
         what = device.device_kind if capability is None else f"{device.device_kind}, compute capability {capability}"
@@ -172,11 +177,11 @@ def require_device(backend: str, array: Any, interpret: bool) -> None:
         raise NotImplementedError(f"backend {backend!r} must run on its own GPUs; got {what}. {advice}")
 
 
-def warn_on_fallback(choice: Choice) -> None:
-    """Warns once per reason when a GPU call takes the portable backend."""
-    if choice.backend == "portable" and device_capability() is not None:
+def warn_on_fallback(choice: Choice, device: Any) -> None:
+    """Warns once per reason when a call on a GPU takes the portable backend."""
+    if choice.backend == "portable" and device_capability(device) is not None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in choice.passed_over)
-        _warn_once(reasons or f"there is no kernel for {default_device().device_kind} yet.")
+        _warn_once(reasons or f"there is no kernel for {device.device_kind} yet.")
 
 
 @functools.cache

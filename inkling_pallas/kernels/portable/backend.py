@@ -46,13 +46,13 @@ def unsupported(problem: Problem, card: Any = None) -> str | None:
 
 
 def choose_config(problem: Problem, card: Any = None) -> Config:
-    """Returns tile sizes for the default device.
+    """Returns tile sizes for a GPU, or for a CPU where `card` is None.
 
     On a CPU the scores of a step stay in its cache. On a GPU a step should be worth its dozen kernel launches: for one
     prefill of 8,192 tokens, 64 heads, tiles of 1,024 x 1,024 took 18.4 ms where 256 x 512 took 25.7 (NVIDIA H200, jax
     0.11.2, 2026-11-29). A block_q of an eighth of the longest q_len bounds what a short sequence wastes beside it.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = card is None
     window = problem.max_kv_len if problem.window_left is None else problem.window_left + 1
     longest = 128 if on_cpu else max(64, min(problem.max_seqlen_q // 8, 1024, window // 2))
     block_q = min(problem.max_seqlen_q, longest)

@@ -37,7 +37,7 @@ LAYERS = {
     "kernels.schedule": "tile_list_kernel > tile_list > split_kv > stream_k > seq_table > tiling",
     "kernels.mosaic": "tmem_rows > sheared_loads wgmma_rows > __init__ > ptx",
     "kernels.mosaic.ptx": "tmem_rows > cluster seq_table sheared_loads sheared_stores wgmma_rows"
-    " > from_jaxpr warpgroup",
+    " > from_jaxpr numbering warpgroup",
     "core": "checked_call host_checks > dispatch > batch num_splits safe_lengths > buckets paged_cache problem"
     " > cache_layouts card_only console errors export run_info sheared_layout > describe devices integers",
 }

@@ -17,8 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from inkling_pallas.kernels.mosaic.ptx import cluster as ptx_cluster
+from inkling_pallas.kernels.mosaic.ptx import numbering, warpgroup
 from inkling_pallas.kernels.mosaic.ptx import seq_table as ptx_table
-from inkling_pallas.kernels.mosaic.ptx import warpgroup
+
+numbering.number_once()
 
 WGMMA = plgpu.Layout.WGMMA
 _PLGPU: Any = plgpu  # Its type stubs lack some public names.

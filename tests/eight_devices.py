@@ -280,6 +280,40 @@ def check_a_context_mesh_takes_no_kernel_but_inside_shard_map():
         assert taken == [backend]
 
 
+def check_a_context_mesh_is_that_of_the_attention_mesh_or_named():
+    explicit = functools.partial(jax.make_mesh, axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = explicit((2,), ("tp",))
+    with jax.set_mesh(mesh):
+        judge(LOCAL, mesh, head_axis="tp")
+    mesh = explicit((8,), ("tp",))  # more than kv heads: its AttentionMesh has two axes
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"'tp_copies': 4}; got {'tp': 8}. Name its `mesh`"):
+        judge(LOCAL, mesh, head_axis="tp")
+    mesh = jax.make_mesh((2, 4), ("cp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    axes = {"head_axis": "tp", "context_axis": "cp"}
+    with jax.set_mesh(ip.AttentionMesh.make(mesh, num_heads=8, num_kv_heads=2, **axes).mesh):
+        judge(MIXED, mesh, **axes)
+
+
+def check_inside_a_shard_map_over_another_axis():
+    q, whole, call = call_of(LOCAL)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    devices = ip.AttentionMesh.make(mesh, num_heads=8, num_kv_heads=2, head_axis="tp")
+    arrays = {name: call.pop(name) for name in list(call) if hasattr(call[name], "dtype")}
+
+    def layer(q, cache, arrays):
+        out: Any = devices.attend(q[0], cache, **arrays, **call)
+        return out[None]
+
+    over = functools.partial(jax.shard_map, mesh=mesh, in_specs=(jax.P("dp"), jax.P(), jax.P()), out_specs=jax.P("dp"))
+    two = jnp.stack([q, -q])
+    out = np.asarray(jax.jit(over(layer, axis_names={"dp"}, check_vma=False))(two, whole, arrays))
+    for got, q in zip(out, two, strict=True):
+        want = ip.reference_rel_attention(q, whole, None, **arrays, **call)
+        assert_rows_close(got, want)
+    with pytest.raises(ValueError, match="must leave axis tp to AttentionMesh"):
+        jax.jit(over(layer, mesh=mesh_of(dp=2, tp=2), check_vma=False)).trace(two, whole, arrays)
+
+
 def unweighted(out, lse, axis):
     return jax.lax.pmean(out, axis), jax.lax.pmax(lse, axis)
 

@@ -1,19 +1,24 @@
 """Heads and parts of sequences on 8 forced host devices, in their own process; words for a mesh that does not fit."""
 
+import contextlib
 import functools
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import absent_card
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from two_processes import FORMS
 
 import inkling_pallas as ip
 from inkling_pallas.__main__ import main
@@ -31,6 +36,8 @@ CHECKS = (
     "a_mesh_of_explicit_axes",
     "arrays_of_several_devices_take_no_kernel",
     "a_context_mesh_takes_no_kernel_but_inside_shard_map",
+    "a_context_mesh_is_that_of_the_attention_mesh_or_named",
+    "inside_a_shard_map_over_another_axis",
 )
 BROKEN = (
     "parts averaged",
@@ -52,6 +59,40 @@ def test_on_eight_devices_and_each_check_on_a_broken_variant(first):
     assert done.stdout.splitlines() == [f"ok {name}" for name in (*CHECKS[first::2], *broken)], (
         done.stdout + done.stderr
     )
+
+
+def _read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_on_two_processes_of_four_devices():
+    """As over two machines: AttentionMesh over a mesh of which a process has a part."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(PROGRAM.with_name("two_processes.py"))]
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+        runs = [
+            subprocess.Popen([*command, str(i), port], stdout=log, stderr=subprocess.STDOUT, env=os.environ | forced)
+            for i, log in enumerate(logs)
+        ]
+        deadline = time.monotonic() + 120
+        for run in runs:
+            stack.callback(run.wait)
+            stack.callback(run.kill)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for run in runs:
+                run.wait(max(0.0, deadline - time.monotonic()))
+        texts = [_read(log) for log in logs]
+        wanted = [f"ok {form}" for form in (*FORMS, "another table is seen")]
+        for run, text in zip(runs, texts, strict=True):
+            assert run.returncode == 0, "\n\n".join(texts)
+            assert [line for line in wanted if line in text] == wanted
 
 
 @pytest.mark.lowering

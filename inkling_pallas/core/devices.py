@@ -34,7 +34,7 @@ B200 = Card(num_sms=148, cta_smem=227 * 1024, l2_cache=126 * 2**20)
 def default_device() -> Any:
     """Returns the device that a jitted call without placed arguments runs on."""
     chosen = jax.config.jax_default_device
-    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0] if chosen else jax.devices()[0]
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen or None)[0]
 
 
 class Place(NamedTuple):
@@ -76,7 +76,7 @@ def _likely_device(default: Any) -> Any:
     if device_capability(default) is not None:
         return default
     try:
-        return jax.devices("cuda")[0]
+        return jax.local_devices(backend="cuda")[0]
     except RuntimeError:  # none in this process
         return default
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from inkling_pallas.attention import inkling_rel_attention
 from inkling_pallas.cache_writes import write_kv
@@ -116,6 +116,10 @@ class AttentionMesh:
     def place(self, cache: PagedKVCache) -> PagedKVCache:
         """Returns the cache with its arrays on the devices: for setting up, not for a step.
 
+        Over several processes each takes its devices' part of the cache that it was given, and nothing is compared: all
+        must give the same. For an empty one larger than a device call `PagedKVCache.zeros` in a function jitted with
+        `out_shardings=cache_sharding(layout)` instead.
+
         Args:
           cache: whole. With a context axis its pages are those of the first part, then those of the second, and so on.
 
@@ -125,7 +129,8 @@ class AttentionMesh:
         if cache.num_blocks % self.num_shards:
             rule = f"have a multiple of {self.num_shards} pages, the size of mesh axis {self.context_axis!r}"
             raise refuse("cache", rule, cache.num_blocks, "Each device has a pool of its own, and all are of one size.")
-        return jax.device_put(cache, self.cache_sharding(cache.layout))
+        sharding = self.cache_sharding(cache.layout)
+        return dataclasses.replace(cache, arrays=tuple(_put(array, sharding) for array in cache.arrays))
 
     def write_kv(self, cache: PagedKVCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> PagedKVCache:
         """Returns the cache with new keys and values written, each on the devices that hold its slot and head.
@@ -227,7 +232,47 @@ class AttentionMesh:
 
     def _map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         # Unchecked: a kernel's outputs do not say over which mesh axes they vary, and psum makes them equal anyway.
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        how = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
+        context = jax.sharding.get_abstract_mesh()
+        if context.empty:
+            return jax.shard_map(function, mesh=self.mesh, **how)
+        cut = {
+            name for name, kind in zip(context.axis_names, context.axis_types, strict=True) if kind == AxisType.Manual
+        }
+        self._require_context(context, cut)
+        inner = jax.shard_map(function, axis_names=set(context.axis_names) - cut, **how)
+        return lambda *arrays: inner(*_laid(arrays, in_specs, context))
+
+    def _require_context(self, context: AbstractMesh, cut: set[str]) -> None:
+        """Raises ValueError for a mesh in context that is not this one, or of which our axes are cut already."""
+        if context.shape_tuple != self.mesh.shape_tuple:
+            rule = f"be that of the AttentionMesh, {dict(self.mesh.shape)}"
+            advice = "Name its `mesh`: in jax.set_mesh, or in the outer jax.shard_map."
+            raise refuse("the mesh in context", rule, dict(context.shape), advice)
+        ours = {*self.head_axes, self.context_axis} & cut
+        if ours:
+            rule = f"leave axis {', '.join(sorted(ours))} to AttentionMesh"
+            raise refuse("the outer jax.shard_map", rule, f"axis_names {sorted(cut)}", "Cut other axes there.")
+
+
+def _laid(arrays: Any, specs: Any, mesh: AbstractMesh) -> Any:
+    """Returns a pytree of arrays as specs say, which jax itself does for axes that are not of type Explicit."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return arrays
+
+    def lay(spec: PartitionSpec, part: Any) -> Any:
+        return jax.tree.map(lambda array: jax.sharding.reshard(array, NamedSharding(mesh, spec)), part)
+
+    return jax.tree.map(lay, specs, arrays, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def _put(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Returns an array as a sharding says; `jax.device_put` would compare all of it between processes."""
+    is_whole_here = getattr(array, "is_fully_addressable", True)
+    if sharding.is_fully_addressable or not is_whole_here:
+        return jax.device_put(array, sharding)
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def _with_auto_axes(mesh: Mesh) -> Mesh:

@@ -16,6 +16,7 @@ import pytest
 import inkling_pallas as ip
 from inkling_pallas import attention
 from inkling_pallas.core import dispatch
+from inkling_pallas.kernels import hopper
 from inkling_pallas.testing import assert_rows_close
 from inkling_pallas.testing.cases import Case, build
 from inkling_pallas.testing.reference import reference_rel_attention
@@ -177,14 +178,27 @@ def test_a_scan_over_layers_shares_one_plan():
         chex.assert_trees_all_equal(scanned[index], alone)
 
 
-def test_vmap_over_a_leading_layer_axis():
-    arrays, static = _split(build(_MIXED))
+def _assert_vmap_is_a_loop(case, **how):
+    """On a card the kernels run, in the loop over layers that jax makes of a kernel under vmap."""
+    arrays, static = _split(build(case))
     layers = {key: jnp.stack([arrays[key], -arrays[key]]) for key in ("q", "key_cache", "value_cache", "rel_logits")}
     batch = {key: value for key, value in arrays.items() if key not in layers}
-    mapped = jax.vmap(lambda x: ip.inkling_rel_attention(**x, **batch, **static))(layers)
+    mapped = jax.jit(jax.vmap(lambda x: ip.inkling_rel_attention(**x, **batch, **static, **how)))(layers)
     for index in range(2):
-        alone = ip.inkling_rel_attention(**jax.tree.map(lambda x, i=index: x[i], layers), **batch, **static)
-        assert_rows_close(mapped[index], np.asarray(alone, np.float64), limit=_LIMIT)
+        layer = jax.tree.map(lambda x, i=index: np.asarray(x[i]), layers)
+        assert_rows_close(mapped[index], ip.reference_rel_attention(**layer, **batch, **static), limit=_LIMIT)
+
+
+def test_vmap_over_a_leading_layer_axis():
+    _assert_vmap_is_a_loop(_MIXED)
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_vmap_of_a_kernel():
+    case = Case(name="vmap", kind="", q_lens=(1, 2), kv_lens=(40, 9), head_dim=64, rel_extent=16)
+    config = hopper.Config(block_kv=64, num_stages=2, num_ctas=1)
+    _assert_vmap_is_a_loop(case, backend="hopper", config=config, interpret=True)
 
 
 def test_a_plan_is_checked_and_decides_the_lengths():

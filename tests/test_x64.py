@@ -143,10 +143,14 @@ def test_the_kernels_around_it_lower():
 
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("program", ["decode", "prefill"])
-def test_a_kernel_computes(program, capfd):
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [(hopper, hopper.Config(block_kv=64, num_stages=2, num_ctas=2, program=x)) for x in ("decode", "prefill")]
+    + [(blackwell, blackwell.Config(num_stages=2, num_ctas=2))],
+    ids=["decode", "prefill", "tcgen05"],
+)
+def test_a_kernel_computes(kernel, config, capfd):
     case = Case(name="x64", kind="", q_lens=(3, 1), kv_lens=(90, 40), num_heads=8, num_kv_heads=1, rel_extent=64)
-    config = hopper.Config(block_kv=64, num_stages=2, num_ctas=2, program=program)
     call = build(case)
-    run = interpreted.compiled(call, config, kernel=hopper)
+    run = interpreted.compiled(call, config, kernel=kernel)
     interpreted.assert_right(run(call), call, capfd, interpreted.LIMITS["bfloat16"])

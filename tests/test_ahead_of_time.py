@@ -10,6 +10,7 @@ from typing import Any
 
 import absent_card
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
@@ -17,6 +18,7 @@ from steps import arguments, make_step, on_card
 from writes import assert_pool_in_place
 
 import inkling_pallas as ip
+from inkling_pallas.testing.cases import Case, build
 
 
 def round_trip(exported: export.Exported) -> export.Exported:
@@ -116,3 +118,51 @@ def test_a_second_process_compiles_nothing(tmp_path):
     entries = [{name for name in run["entries"] if not name.endswith("-atime")} for run in (first, second)]
     assert entries[0] == entries[1]
     assert sum(name.startswith("jit_step") for name in entries[0]) == (1 if absent_card.missing() else 2)
+
+
+LAYERS: dict[str, Any] = build(Case(name="stacked", kind="example", q_lens=(33, 1), kv_lens=(70, 200), head_dim=64))
+SLICED = ("q", "key_cache", "value_cache", "rel_logits")
+
+
+def over_stacked_layers(layers: dict[str, jax.Array], outs: jax.Array) -> Any:
+    """Every array of a layer is a slice of one of all layers, and what a layer makes goes to a slice."""
+    rest = {name: value for name, value in LAYERS.items() if name not in SLICED}
+    new = jnp.ones((1100, 2, 64), jnp.bfloat16)
+
+    def layer(none: None, given: Any) -> Any:
+        arrays, out = given
+        cache = ip.PagedKVCache.separate(arrays["key_cache"], arrays["value_cache"])
+        slots = jnp.arange(1100, dtype=jnp.int32)
+        written = ip.write_kv(cache, new, new, slots, backend="hopper")
+        call = {"rel_logits": arrays["rel_logits"], **rest, "backend": "hopper", "out": out}
+        return none, (written, ip.inkling_rel_attention(arrays["q"], cache, None, **call))
+
+    return jax.lax.scan(layer, None, (layers, outs))[1]
+
+
+def written_in_place(program: str) -> list[tuple[str, str]]:
+    """Returns (computation, line) of each kernel of a compiled program that writes in place."""
+    found, computation = [], ""
+    for line in program.splitlines():
+        if re.match(r"%\S+ \(.*\{$", line):
+            computation = line.split()[0]
+        if 'custom_call_target="mosaic_gpu' in line and "output_to_operand_aliasing" in line:
+            found.append((computation, line))
+    return found
+
+
+@pytest.mark.lowering
+@pytest.mark.full
+@pytest.mark.skipif(absent_card.missing() is not None, reason=str(absent_card.missing()))
+def test_no_slice_parts_a_kernel_from_what_it_writes_in_place():
+    """XLA makes a kernel one with slices around it. In place, it would then write elsewhere than is read."""
+    layers = {name: jnp.stack([jnp.asarray(LAYERS[name])] * 2) for name in SLICED}
+    given = on_card((layers, jnp.zeros((2, *LAYERS["q"].shape), jnp.bfloat16)))
+    program = str(jax.jit(over_stacked_layers).lower(*given).compile().as_text())
+    kernels = written_in_place(program)
+    assert len(kernels) == 3  # the write, the decode kernel and its combine
+    for computation, line in kernels:
+        fused = "dynamic-slice-fusion" in computation
+        operands = re.findall(r"%[\w.\-]+", line.partition("custom-call(")[2].partition(")")[0])
+        in_place = [operands[int(n)] for n in re.findall(r"\((\d+), \{\}\)", line)]
+        assert not fused or (line.strip().startswith("ROOT") and all(name.startswith("%p") for name in in_place)), line

@@ -383,10 +383,17 @@ def test_shard_map_over_heads():
     by_kv_head = jax.P(None, None, "heads")
     specs = {"q": by_head, "rel_logits": by_head, "key_cache": by_kv_head, "value_cache": by_kv_head}
     in_specs = {name: specs.get(name, jax.P()) for name in arrays}
-    run = jax.shard_map(
-        lambda x: ip.inkling_rel_attention(**x, **static), mesh=mesh, in_specs=(in_specs,), out_specs=by_head
-    )
+    over_heads = functools.partial(jax.shard_map, mesh=mesh, in_specs=(in_specs,), out_specs=by_head)
+    run = over_heads(lambda x: ip.inkling_rel_attention(**x, **static), check_vma=False)
     chex.assert_trees_all_equal(jax.jit(run)(arrays), ip.inkling_rel_attention(**arrays, **static))
+    # Checked, no kernel runs, on any device.
+    portable = over_heads(lambda x: ip.inkling_rel_attention(**x, **static, backend="portable"))(arrays)
+    assert_rows_close(portable, np.asarray(jax.jit(run)(arrays), np.float64), limit=_LIMIT)
+    with pytest.raises(NotImplementedError, match="must have check_vma=False"):
+        jax.jit(over_heads(lambda x: ip.inkling_rel_attention(**x, **static, backend="hopper"))).trace(arrays)
+    explained = []
+    jax.jit(over_heads(lambda x: explained.append(ip.explain(**x, **static)) or x["q"])).trace(arrays)
+    assert [choice.backend for choice in explained] == ["portable"]
 
 
 def _on_hopper(monkeypatch):

@@ -134,6 +134,8 @@ def _count(monkeypatch, module: Any, name: str) -> list[None]:
 
 
 def test_candidates_are_built_once_a_shape(call, monkeypatch):
+    checked_call._decide.cache_clear()  # other tests have the same call
+    configs.candidates.cache_clear()
     built = _count(monkeypatch, configs, "_decode_candidates")
     for _ in range(3):
         ip.inkling_rel_attention(**call)

@@ -102,7 +102,7 @@ def spread(arrays: Mapping[str, Any]) -> str | None:
     if left > 1:
         return SPREAD.format(name="the mesh in context", count=f"{left} devices")
     if AxisType.Manual in context.axis_types:
-        return None
+        return next((CHECKED for array in arrays.values() if _is_checked(array)), None)
     for name, array in arrays.items():
         count = _devices_of(array)
         if count > 1:
@@ -114,6 +114,15 @@ SPREAD = (
     "{name} must lie on one device, or be cut by jax.shard_map; got {count}. For a kernel XLA would gather whole "
     "arrays on each: use AttentionMesh."
 )
+
+
+CHECKED = "jax.shard_map must have check_vma=False around a kernel, whose results do not say over which axes they vary."
+
+
+def _is_checked(array: Any) -> bool:
+    """Returns whether a `jax.shard_map` follows over which of its axes an array varies."""
+    kind = getattr(jax.typeof(array), "manual_axis_type", None) if isinstance(array, jax.core.Tracer) else None
+    return kind is not None and bool(kind.varying)
 
 
 def on_auto_axes(function: Callable[..., Any], arrays: Any, like: Any, has_second: bool) -> Callable[..., Any]:

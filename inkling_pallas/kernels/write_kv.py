@@ -87,6 +87,7 @@ def write(
       interpret: a bool, or the interpreter's parameters.
     """
     run, dims = writing.run, writing.dims
+    arrays = mosaic.apart(arrays)
     refs = [jax.new_ref(_by_kind(array, writing)) for array in arrays]
 
     def body(k: Any, v: Any, slots: Any, *refs: Any, smem: Any, ready: Any) -> None:
@@ -105,7 +106,7 @@ def write(
             "ready": plgpu.Barrier(num_arrivals=1, num_barriers=_WARPS),
         },
     )(k, v, slots, *refs)
-    return tuple(jax.freeze(ref).reshape(array.shape) for ref, array in zip(refs, arrays, strict=True))
+    return mosaic.apart(tuple(jax.freeze(ref).reshape(array.shape) for ref, array in zip(refs, arrays, strict=True)))
 
 
 def _by_kind(array: jax.Array, writing: Writing) -> jax.Array:

@@ -66,6 +66,16 @@ def kernel(body: Any, *, interpret: Any, auto_barriers: bool = True, **kwargs: A
     return plgpu.kernel(body, compiler_params=params, interpret=interpret or None, thread_name="wg", **kwargs)
 
 
+def apart[Tree](arrays: Tree) -> Tree:
+    """Returns arrays that XLA does not make one with a slice around a kernel.
+
+    It fuses a kernel with the slices of a loop over layers that it reads or that its results go to. One that writes in
+    place would then write to another buffer than the one that is read afterwards. Costs nothing where there are no
+    slices.
+    """
+    return lax.optimization_barrier(arrays)
+
+
 def in_clusters(size: int) -> dict[str, Any]:
     """Returns the arguments of `kernel` for CTAs in clusters, counted by axis "rank"; none for a size of 1."""
     return {"cluster": (size,), "cluster_names": ("rank",)} if size > 1 else {}

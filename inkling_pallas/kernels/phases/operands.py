@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inkling_pallas.core.problem import Operands, Problem
+from inkling_pallas.kernels import mosaic
 from inkling_pallas.kernels.phases import bias, pages
 from inkling_pallas.kernels.schedule.tiling import Tiling
 
@@ -35,16 +36,21 @@ def in_global_memory(operands: Operands, plan: Any, tiling: Tiling) -> Gmem:
 
 
 def outputs_of(operands: Operands, problem: Problem) -> tuple[jax.Array, ...]:
-    """Returns the outputs before any is written, as rows of one head: out and, if asked for, the log-sum-exp."""
+    """Returns the outputs before any is written, as rows of one head: out and, if asked for, the log-sum-exp.
+
+    Kernels write them in place, so they pass `apart` on both sides.
+    """
     rows = problem.num_tokens * problem.num_heads
     out = operands.out
     if out is None:
         out = lax.empty((problem.num_tokens, problem.num_heads, problem.head_dim), jnp.dtype(problem.out_dtype))
-    return (out.reshape(rows, problem.head_dim),) + (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
+    lse = (lax.empty((rows, 1), jnp.float32),) * problem.return_lse
+    return mosaic.apart((out.reshape(rows, problem.head_dim), *lse))
 
 
 def results_of(outputs: tuple[jax.Array, ...], problem: Problem) -> tuple[jax.Array, jax.Array | None]:
     """Returns the outputs in the shapes of the operator's results."""
+    outputs = mosaic.apart(outputs)
     shape = (problem.num_tokens, problem.num_heads)
     lse = outputs[1].reshape(shape) if problem.return_lse else None
     return outputs[0].reshape(*shape, problem.head_dim), lse

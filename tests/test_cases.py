@@ -49,9 +49,13 @@ def _judge(case: Case) -> None:
     assert verdict.margin >= judge.MIN_MARGIN or case.name in _NO_MARGIN
 
 
+# On the second jax the small cases run under x64, in test_x64; these keep what most programs have.
+WITHOUT_X64 = [case for case in catalog.small_cases() if case.name in ("small_decode", "small_mixed")]
+
+
 @pytest.mark.small
 @pytest.mark.optimized
-@pytest.mark.parametrize("case", catalog.small_cases(), ids=_id)
+@pytest.mark.parametrize("case", WITHOUT_X64, ids=_id)
 def test_small_case(case):
     _judge(case)
 

@@ -87,7 +87,7 @@ def assert_same_bits(got: Any, want: Any) -> None:
 
 
 @pytest.mark.lowering
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.full] * (x == "planned prefill")) for x in RUNS])
 def test_a_traced_call_has_the_code_of_the_platform_it_is_compiled_for(name, card):
     run, call, kernels = RUNS[name]
     arrays, static = split(CALLS[call])

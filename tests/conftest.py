@@ -46,6 +46,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 _OPTIMIZED = ("optimized", "interpreter", "lowering", "gpu")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if _HAS_CARD:  # where portable is meant for a CPU alone, it says so
+        config.addinivalue_line("filterwarnings", "ignore:inkling_rel_attention takes the portable backend on a GPU")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU; jax runs on {jax.default_backend()} here")

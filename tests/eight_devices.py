@@ -296,7 +296,7 @@ def check_a_context_mesh_is_that_of_the_attention_mesh_or_named():
 
 def check_inside_a_shard_map_over_another_axis():
     q, whole, call = call_of(LOCAL)
-    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = mesh_of(dp=2, tp=2)
     devices = ip.AttentionMesh.make(mesh, num_heads=8, num_kv_heads=2, head_axis="tp")
     arrays = {name: call.pop(name) for name in list(call) if hasattr(call[name], "dtype")}
 
@@ -311,7 +311,7 @@ def check_inside_a_shard_map_over_another_axis():
         want = ip.reference_rel_attention(q, whole, None, **arrays, **call)
         assert_rows_close(got, want)
     with pytest.raises(ValueError, match="must leave axis tp to AttentionMesh"):
-        jax.jit(over(layer, mesh=mesh_of(dp=2, tp=2), check_vma=False)).trace(two, whole, arrays)
+        jax.jit(over(layer, check_vma=False)).trace(two, whole, arrays)
 
 
 def unweighted(out, lse, axis):

@@ -179,7 +179,7 @@ def test_a_scan_over_layers_shares_one_plan():
 
 
 def _assert_vmap_is_a_loop(case, **how):
-    """On a card the kernels run, in the loop over layers that jax makes of a kernel under vmap."""
+    """On a card the kernels run: under vmap jax gives their grid an axis of layers."""
     arrays, static = _split(build(case))
     layers = {key: jnp.stack([arrays[key], -arrays[key]]) for key in ("q", "key_cache", "value_cache", "rel_logits")}
     batch = {key: value for key, value in arrays.items() if key not in layers}
